@@ -1,0 +1,67 @@
+"""starfish heals pruned neural networks: masks → prune or read them, heal_ → give back what pruning took."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starfish.core import Anatomy, Images, Job, Masks, Method, Pruner, Result
+    from starfish.data import Preprocess, StoredImages
+    from starfish.errors import UserError
+    from starfish.heal import heal_
+    from starfish.methods import METHODS
+    from starfish.methods.align import Starfish
+    from starfish.methods.batchnorm import BatchNorm
+    from starfish.models import load
+    from starfish.pruners import PRUNERS, prune
+    from starfish.pruners.magnitude import Magnitude
+
+# Where each public name lives: imported when first used, so that `starfish --help` need not wait for torch.
+_HOMES = {
+    "METHODS": "methods",
+    "PRUNERS": "pruners",
+    "Anatomy": "core",
+    "BatchNorm": "methods.batchnorm",
+    "Images": "core",
+    "Job": "core",
+    "Magnitude": "pruners.magnitude",
+    "Masks": "core",
+    "Method": "core",
+    "Preprocess": "data",
+    "Pruner": "core",
+    "Result": "core",
+    "Starfish": "methods.align",
+    "StoredImages": "data",
+    "UserError": "errors",
+    "heal_": "heal",
+    "load": "models",
+    "prune": "pruners",
+}
+
+__all__ = [
+    "METHODS",
+    "PRUNERS",
+    "Anatomy",
+    "BatchNorm",
+    "Images",
+    "Job",
+    "Magnitude",
+    "Masks",
+    "Method",
+    "Preprocess",
+    "Pruner",
+    "Result",
+    "Starfish",
+    "StoredImages",
+    "UserError",
+    "heal_",
+    "load",
+    "prune",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module `starfish` has no attribute `{name}`")
+    return getattr(import_module(f"starfish.{_HOMES[name]}"), name)

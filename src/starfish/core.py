@@ -1,0 +1,180 @@
+"""The nouns. A mask says where the zeros are; a method says what the other weights become.
+
+Read this file first, then heal.py (the one way in), then methods/ (what there is to choose from).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+Masks = dict[str, Tensor]
+"""Parameter name → bool tensor of the parameter's shape in the dense model; True keeps, False is a zero for ever."""
+
+Row = dict[str, int | float | str]
+"""What a method reports of one step or layer. A row with a "stage" only tells how far something has come (`done` of
+`total`) and is not kept."""
+
+T = TypeVar("T")
+Long = Generator[Row, None, T]
+"""Anything that may take more than a second: yields rows while it works and returns what it made. Closing it between
+two rows leaves everything in order. The library never prints; whoever drives the generator may."""
+
+
+def finish(work: Long[T]) -> T:
+    """Drive a long thing to its end, in silence."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]  # StopIteration is not generic
+
+
+State = dict[str, Tensor | int | float | str]
+"""What a long method needs to go on. Flat, tensors and plain values only, so that it is saved without pickle."""
+
+
+class Images(Protocol):
+    """Inputs with random access; labels only where the user has them."""
+
+    @property
+    def labels(self) -> Tensor | None: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """The model's input for these images: a tensor, or a dict of tensors passed as keywords."""
+        ...
+
+
+class Targets(Protocol):
+    """What the dense model answers for each image: its blocks' outputs and its logits."""
+
+    def prepare(self, *, blocks: bool, logits: bool, precision: str) -> Iterator[Row]:
+        """Make ready what will be read; yields stage rows."""
+        ...
+
+    def read(self, indices: Sequence[int], inputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Block outputs as x_BPC (image, position, channel) by name, and logits, each only if prepared."""
+        ...
+
+
+class Layout(NamedTuple):
+    """Which dimension of a block's output is which; every other one is a position."""
+
+    batch: int
+    channel: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where unit j lies in one parameter: index `start + j` of dimension `dim`."""
+
+    parameter: str
+    dim: int
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A family of `count` units, each a set of rows, columns and bias entries that go together."""
+
+    kind: str  # "neuron" (MLP) or "qk" (a query-key dimension)
+    block: str
+    count: int
+    groups: int  # heads; units are numbered head by head
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """All that is known about an architecture, found by looking at the module."""
+
+    blocks: tuple[str, ...]  # modules whose outputs are aligned, in the order in which they run
+    layouts: dict[str, Layout]  # of each block's output
+    roles: dict[str, str]  # prunable parameter → q k v qkv out mlp_in mlp_out conv depthwise head other
+    units: tuple[Unit, ...]
+    untrained: tuple[str, ...]  # prunable parameters that no block's output depends on: alignment cannot train them
+
+
+@dataclass(frozen=True)
+class Job:
+    """One healing: everything a method may look at, and the one thing it may change."""
+
+    model: nn.Module  # pruned, changed in place
+    dense: nn.Module  # never changed
+    masks: Masks
+    images: Images
+    anatomy: Anatomy
+    targets: Targets
+    seed: int = 0
+    state: State = field(default_factory=dict)  # empty at the start; saved with the model between rows
+
+
+class Method(ABC):
+    """What the surviving weights become. A frozen dataclass: its fields are its settings."""
+
+    @abstractmethod
+    def fit(self, job: Job) -> Iterator[Row]:
+        """Change `job.model` in place, yielding one row of numbers per step or layer.
+
+        A long method keeps all it needs in `job.state` and goes on from there when it is not empty.
+        """
+
+    def settle(self, job: Job) -> Method:
+        """The same method with every setting that was left open made concrete for this job."""
+        return self
+
+    def needs(self) -> frozenset[str]:
+        """What the job must have: "labels", "batchnorm"."""
+        return frozenset()
+
+    def also_changes(self, model: nn.Module) -> frozenset[str]:
+        """Tensors outside the masks that this method may change; all others must stay bit-identical."""
+        return frozenset()
+
+
+class Pruner(ABC):
+    """Who makes masks. A frozen dataclass: its fields are its settings."""
+
+    @abstractmethod
+    def choose(self, dense: nn.Module, anatomy: Anatomy, images: Images | None) -> Masks:
+        """The masks, one for each parameter of the scope."""
+
+    def needs(self) -> frozenset[str]:
+        """What must be given: "images", "labels"."""
+        return frozenset()
+
+
+@dataclass
+class Result:
+    """What a heal did, measured. Its fields are the keys of `result.json`; see docs/reference.md."""
+
+    method: str
+    settings: dict[str, Any]
+    images: int
+    epochs: int | None
+    seed: int
+    sparsity: float
+    mask_intact: bool
+    frozen_intact: bool
+    accuracy: dict[str, float | None]  # percent; dense, pruned, healed
+    accuracy_top5: dict[str, float | None]
+    accuracy_standard_error: dict[str, float | None]
+    fidelity: dict[str, Any]  # agreement, kl, cosine, blocks: each pruned and healed
+    evaluation: dict[str, Any]  # on what all this was measured
+    loss: dict[str, float | None]  # mean over the first and over the last epoch
+    seconds: dict[str, float]  # targets, fit, total
+    peak_rss_mb: float
+    unchanged: list[str]  # masked tensors that came out as they went in
+    also_changed: list[str]  # tensors outside the masks that the method was free to change
+    versions: dict[str, str]
+    rows: list[Row] = field(default_factory=list, repr=False)  # rows.jsonl, not in result.json
+
+    def facts(self) -> dict[str, Any]:
+        """As in result.json."""
+        return {name: value for name, value in asdict(self).items() if name != "rows"}

@@ -1,0 +1,36 @@
+"""What the surviving weights become. `METHODS` is the one list: name → the method with its default settings."""
+
+from __future__ import annotations
+
+from starfish.core import Method
+from starfish.methods.align import OBJECTIVES, Starfish
+from starfish.methods.batchnorm import BatchNorm
+
+METHODS: dict[str, Method] = {
+    "starfish": Starfish(),
+    "mse": Starfish(objective="mse"),
+    "kl": Starfish(objective="kl"),
+    "ce": Starfish(objective="ce"),
+    "starfish+kl": Starfish(objective="cosine+kl"),
+    "batchnorm": BatchNorm(),
+}
+
+RECIPES: dict[str, dict[str, object]] = {
+    "default": {},
+    # The paper's text and, where it is silent, its authors' code: fp32, batch statistics in BatchNorm.
+    "paper": {"lr": 6e-4, "min_lr": 1e-6, "epochs": 10, "optimizer": "adamw", "precision": "fp32", "bn": "train"},
+}
+
+
+def summary(method: Method) -> str:
+    """One line on what a method does."""
+    text = (type(method).__doc__ or "").split("\n")[0]
+    return OBJECTIVES[method.objective] if isinstance(method, Starfish) else text
+
+
+def name_of(method: Method) -> str:
+    """Its name in METHODS; a class of the user's own goes by its own name."""
+    for name, known in METHODS.items():
+        if type(known) is type(method) and getattr(known, "objective", None) == getattr(method, "objective", None):
+            return name
+    return type(method).__name__.lower()

@@ -1,0 +1,237 @@
+"""STARFISH, and every rival that differs from it by its loss alone: one visible loop (methods.md 12 and 13).
+
+B images, P positions, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from starfish.activations import Recorder, logits, positions
+from starfish.core import Job, Method, Row, State
+from starfish.devices import autocast, choose_precision, to_device
+from starfish.errors import UserError, listed
+from starfish.methods import objectives
+from starfish.methods.batchnorm import are_folded, batchnorms, reestimate_, statistics_names
+
+OBJECTIVES = {
+    "cosine": "every block's output points the same way as the dense model's (STARFISH, eq. 1)",
+    "mse": "mean squared difference of every block's output from the dense model's",
+    "relative_mse": "squared difference of every block's output over the squared size of the dense model's",
+    "kl": "KL divergence of the class probabilities from the dense model's",
+    "ce": "cross-entropy with the labels",
+    "cosine+kl": "half the block alignment and half the KL divergence",
+}
+OPTIMIZERS = ("adamw", "adam", "sgd")
+BATCHNORM_POLICIES = ("freeze", "adapt", "train", "train+adapt")
+
+
+@dataclass(frozen=True)
+class Starfish(Method):
+    """Train only the surviving weights so that the pruned model follows the dense one."""
+
+    objective: str = "cosine"  # cosine, mse, relative_mse, kl, ce, cosine+kl
+    lr: float = 6e-4  # at the first step
+    min_lr: float = 1e-6  # at the end of the cosine schedule
+    warmup_steps: int = 0  # steps in which the rate rises in a line to the schedule
+    epochs: int = 10
+    batch_size: int = 0  # 0: 32, or 64 for a network without attention
+    optimizer: str = "adamw"  # adamw, adam, sgd (momentum 0.9)
+    weight_decay: float = 0.0
+    clip: float = 0.0  # largest norm of the masked gradient; 0 does not clip
+    granularity: str = "auto"  # token, sample, channel-position; auto: token with attention, else sample
+    shuffle: bool = True  # a new order each epoch; false: one order for all epochs, as the authors' code
+    precision: str = "auto"  # fp32, bf16; auto: whichever a probe finds faster. The loss is always fp32
+    bn: str = "auto"  # freeze, adapt, train, train+adapt
+    train_v: bool = True  # false: the V rows of a fused qkv weight stay as they are where the mask keeps them all
+    temperature: float = 1.0  # of the KL divergence
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"labels"} if self.objective == "ce" else ())
+
+    def also_changes(self, model: nn.Module) -> frozenset[str]:
+        return frozenset() if self.bn == "freeze" else statistics_names(model)
+
+    def settle(self, job: Job) -> Starfish:
+        self._check()
+        attention = any(role in {"qkv", "q", "out"} for role in job.anatomy.roles.values())
+        device = next(job.model.parameters()).device
+        norms = batchnorms(job.model)
+        bn = ("freeze" if not norms or are_folded(norms) else DEFAULT_BATCHNORM) if self.bn == "auto" else self.bn
+        return replace(
+            self,
+            batch_size=self.batch_size or (32 if attention else 64),
+            granularity=("token" if attention else "sample") if self.granularity == "auto" else self.granularity,
+            precision=choose_precision(self.precision, device),
+            bn=bn,
+        )
+
+    def _check(self) -> None:
+        _one_of("objective", self.objective, OBJECTIVES)
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("granularity", self.granularity, ("auto", "token", "sample", "channel-position"))
+        _one_of("bn", self.bn, ("auto", *BATCHNORM_POLICIES))
+        for name, value, least in (("epochs", self.epochs, 1), ("batch_size", self.batch_size, 0), ("lr", self.lr, 0)):
+            if value < least:
+                raise UserError(f"`{name}` is {value}", f"it must be at least {least}")
+
+    def fit(self, job: Job) -> Iterator[Row]:
+        aligned = self.objective in {"cosine", "mse", "relative_mse", "cosine+kl"}
+        with_logits = self.objective in {"kl", "cosine+kl"}
+        yield from job.targets.prepare(blocks=aligned, logits=with_logits, precision=self.precision)
+        device = next(job.model.parameters()).device
+        weights = {name: job.model.get_parameter(name) for name in job.masks}
+        trainable = _trainable(job, self.train_v)
+        names = job.anatomy.blocks if aligned else ()
+
+        if "step" not in job.state and "adapt" in self.bn:
+            yield from reestimate_(job.model, job.images)
+        job.model.requires_grad_(False).eval()  # eval: no dropout; batch statistics only where asked for
+        for weight in weights.values():
+            weight.requires_grad_(True)
+        optimizer = self._optimizer(list(weights.values()))
+        _restore_(optimizer, weights, job.state)
+
+        size = len(job.images)
+        steps_per_epoch = math.ceil(size / self.batch_size)
+        steps = self.epochs * steps_per_epoch
+        for step in range(int(job.state.get("step", 0)), steps):
+            epoch, batch = divmod(step, steps_per_epoch)
+            indices = self._order(job, epoch)[batch * self.batch_size : (batch + 1) * self.batch_size]
+            inputs = to_device(job.images.batch(indices), device)
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate(step, steps)
+
+            for norm in batchnorms(job.model) if "train" in self.bn else ():
+                norm.train()
+            with Recorder(job.model, names) as recorder, autocast(device, self.precision):
+                answer_BK = logits(job.model, inputs)
+                outputs = recorder.take()
+            job.model.eval()
+            student = {name: positions(outputs[name], job.anatomy.layouts[name], len(indices)) for name in names}
+            dense, dense_BK = job.targets.read(indices, inputs)
+            labels_B = job.images.labels[indices].to(device) if job.images.labels is not None else None
+            loss, parts = self._loss(student, dense, answer_BK, dense_BK, labels_B)
+
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            _mask_gradients_(weights, trainable)
+            if self.clip:
+                torch.nn.utils.clip_grad_norm_(weights.values(), self.clip)
+            optimizer.step()
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.masked_fill_(~job.masks[name], 0.0)
+
+            job.state.update(_moments(optimizer, weights), step=step + 1)
+            yield {"step": step + 1, "steps": steps, "epoch": epoch + 1, "loss": float(loss.detach()), **parts,
+                   "lr": self.rate(step, steps), "images": len(indices)}  # fmt: skip
+        if "adapt" in self.bn:
+            yield from reestimate_(job.model, job.images)
+
+    def rate(self, step: int, steps: int) -> float:
+        """Learning rate before step `step` of `steps`: a cosine from `lr` to `min_lr`, after the warm-up."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+    def _order(self, job: Job, epoch: int) -> list[int]:
+        """A function of seed and epoch alone, so that a resumed run needs no random state."""
+        if not self.shuffle:
+            return list(range(len(job.images)))
+        generator = torch.Generator().manual_seed(job.seed * 1_000_003 + epoch)
+        order: list[int] = torch.randperm(len(job.images), generator=generator).tolist()
+        return order
+
+    def _optimizer(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        fused = weights[0].device.type in {"cpu", "cuda", "mps"}
+        decay = self.weight_decay
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(weights, self.lr, momentum=0.9, weight_decay=decay, fused=fused)
+        make = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
+        return make(weights, self.lr, weight_decay=decay, fused=fused)
+
+    def _loss(
+        self,
+        student: dict[str, Tensor],
+        dense: dict[str, Tensor],
+        answer_BK: Tensor,
+        dense_BK: Tensor | None,
+        labels_B: Tensor | None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The objective and what is reported beside it. All blocks weigh the same."""
+        parts: dict[str, float] = {}
+        terms: list[Tensor] = []
+        if "cosine" in self.objective:
+            losses = [objectives.cosine_loss(student[name], dense[name], self.granularity) for name in student]
+            terms.append(torch.stack(losses).mean())
+            parts["cosine"] = 1 - float(terms[0].detach())
+        if self.objective == "mse":
+            terms.append(torch.stack([objectives.mse_loss(student[name], dense[name]) for name in student]).mean())
+        if self.objective == "relative_mse":
+            losses = [objectives.relative_mse_loss(student[name], dense[name]) for name in student]
+            terms.append(torch.stack(losses).mean())
+        if "kl" in self.objective:
+            assert dense_BK is not None
+            terms.append(objectives.kl_loss(answer_BK, dense_BK, self.temperature))
+            parts["kl"] = float(terms[-1].detach())
+        if self.objective == "ce":
+            assert labels_B is not None
+            terms.append(objectives.ce_loss(answer_BK, labels_B))
+        return torch.stack(terms).mean(), parts
+
+
+DEFAULT_BATCHNORM = "train+adapt"
+
+
+def _one_of(name: str, value: str, known: object) -> None:
+    choices = list(known)  # type: ignore[call-overload]
+    if value not in choices:
+        raise UserError(f"`{name}` is `{value}`", f"it can be {listed(choices, 9)}")
+
+
+def _trainable(job: Job, train_v: bool) -> dict[str, Tensor]:
+    """Where gradients may act: the mask, less the rows of V where they are to stay."""
+    trainable = dict(job.masks)
+    if train_v:
+        return trainable
+    for name, mask in job.masks.items():
+        if job.anatomy.roles.get(name) == "qkv":
+            third = len(mask) // 3
+            if bool(mask[2 * third :].all()):
+                trainable[name] = mask.clone()
+                trainable[name][2 * third :] = False
+    return trainable
+
+
+def _mask_gradients_(weights: dict[str, nn.Parameter], trainable: dict[str, Tensor]) -> None:
+    """Before clipping and before the optimiser sees them, so that moments of pruned entries stay exactly zero.
+
+    A weight that no aligned output depends on has no gradient and keeps its masked value.
+    """
+    for name, weight in weights.items():
+        if weight.grad is not None:
+            weight.grad.masked_fill_(~trainable[name], 0.0)
+
+
+def _moments(optimizer: torch.optim.Optimizer, weights: dict[str, nn.Parameter]) -> State:
+    return {
+        f"optimizer/{name}/{key}": value
+        for name, weight in weights.items()
+        for key, value in optimizer.state.get(weight, {}).items()
+        if value is not None
+    }
+
+
+def _restore_(optimizer: torch.optim.Optimizer, weights: dict[str, nn.Parameter], state: State) -> None:
+    for name, weight in weights.items():
+        prefix = f"optimizer/{name}/"
+        held = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if held:
+            optimizer.state[weight] = held

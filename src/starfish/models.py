@@ -1,0 +1,287 @@
+"""Names → models, each with its own preprocessing; `KINDS` says what a name can be."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import torch
+from torch import Tensor, nn
+
+from starfish.activations import logits
+from starfish.containers import weights_of
+from starfish.data import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from starfish.errors import UserError, listed
+from starfish.files import read_json, read_object, read_safetensors
+
+KINDS = {
+    "timm/NAME": "any timm model; a bare NAME works too",
+    "hf-hub:OWNER/NAME": "a timm model on the Hugging Face hub",
+    "local-dir:FOLDER": "a timm model saved in a folder",
+    "torchvision/NAME[@WEIGHTS]": "any torchvision classification model",
+    "hf/NAME": "a transformers image classifier, on the hub or in a folder",
+    "package.module:factory": "a function of yours that returns a module",
+    "RUN": "a folder that `starfish heal` has written",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, how pictures become its input, and what to write beside its weights so that it can be built again."""
+
+    name: str
+    model: nn.Module
+    preprocess: Preprocess
+    config: dict[str, Any]
+
+
+def load(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = False) -> Loaded:
+    """Build `name` in evaluation mode, with the weights of `checkpoint` where given, else with its own published ones.
+
+    Arguments of the architecture follow a question mark: `timm/mobilenetv1_100?pad_type=same`.
+    """
+    if Path(name, "result.json").is_file():
+        return load_run(Path(name))
+    loaded = _build(name, pretrained=checkpoint is None)
+    if checkpoint is not None:
+        load_weights_(loaded.model, read_object(checkpoint, allow_pickle=allow_pickle), str(checkpoint))
+    loaded.model.eval()
+    return loaded
+
+
+def load_run(folder: Path) -> Loaded:
+    """The healed model of a run folder."""
+    config = read_json(folder / "config.json")
+    if "starfish" not in config:
+        raise UserError(f"`{folder}` is not a run folder: its config.json has no `starfish` entry")
+    facts = config["starfish"]
+    loaded = _build(facts["model"], pretrained=False)
+    load_weights_(loaded.model, read_safetensors(folder / "model.safetensors")[0], str(folder))
+    loaded.model.eval()
+    return Loaded(facts["model"], loaded.model, preprocess_from(facts["preprocess"]), loaded.config)
+
+
+def load_weights_(model: nn.Module, held: Any, where: str) -> None:
+    """Load a state dict, unwrapped from whatever holds it; every name must fit."""
+    weights = weights_of(held, model)
+    known = model.state_dict()
+    missing, unexpected = sorted(known.keys() - weights.keys()), sorted(weights.keys() - known.keys())
+    if missing or unexpected:
+        problem = f"lacks {listed(missing)}" if missing else f"has {listed(unexpected)}, unknown to the model"
+        raise UserError(f"the weights in `{where}` do not fit: the file {problem}", "is it the same architecture?")
+    for name, tensor in weights.items():
+        if tensor.shape != known[name].shape:
+            shapes = f"{tuple(tensor.shape)}, in the model {tuple(known[name].shape)}"
+            raise UserError(f"the weights in `{where}` do not fit: `{name}` is {shapes}")
+    model.load_state_dict(weights)
+
+
+def example(loaded: Loaded, size: int = 2) -> Tensor:
+    """Noise of the model's input shape, to look at a model without images."""
+    side = loaded.preprocess.crop or 224
+    noise = torch.rand(size, len(loaded.preprocess.mean), side, side, generator=torch.Generator().manual_seed(0))
+    return (noise - 0.5) * 2
+
+
+@torch.no_grad()
+def classes(loaded: Loaded) -> int:
+    """How many classes the model tells apart."""
+    return int(logits(loaded.model, example(loaded, 1).to(device_of(loaded.model))).shape[-1])
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def known(search: str) -> list[str]:
+    """timm and torchvision models whose name contains `search`."""
+    import timm
+    from torchvision import models
+
+    names = [f"timm/{name}" for name in timm.list_models()]
+    names += [f"torchvision/{name}" for name in models.list_models(module=models)]
+    return [name for name in names if search in name]
+
+
+def preprocess_from(fields: dict[str, Any]) -> Preprocess:
+    """From JSON, where tuples have become lists."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return Preprocess(**values)
+
+
+def _build(name: str, *, pretrained: bool) -> Loaded:
+    name, _, query = name.partition("?")
+    arguments = {key: _value(text) for key, text in parse_qsl(query)}
+    full = f"{name}?{query}" if query else name
+    if name.startswith("torchvision/"):
+        return _torchvision(full, name.removeprefix("torchvision/"), arguments, pretrained)
+    if name.startswith("hf/"):
+        return _transformers(full, name.removeprefix("hf/"), arguments, pretrained)
+    if name.startswith(("hf-hub:", "hf_hub:", "local-dir:", "timm/")):
+        return _timm(full, name.removeprefix("timm/"), arguments, pretrained)
+    if ":" in name:
+        return _factory(full, name, arguments)
+    return _timm(full, name, arguments, pretrained)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in {"True", "False"} else text)
+    except ValueError:
+        return text
+
+
+@contextlib.contextmanager
+def _fetching(name: str) -> Iterator[None]:
+    """Libraries raise whatever their network layer does when weights cannot be had: one sentence instead."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise UserError(
+            f"the model `{name}` could not be built with its published weights: {type(error).__name__}: {reason}",
+            "give the weights with --checkpoint FILE, or check the name and the network",
+        ) from error
+
+
+def _timm(full: str, name: str, arguments: dict[str, Any], pretrained: bool) -> Loaded:
+    import timm
+
+    local = name.startswith("local-dir:")
+    if local and not Path(name.removeprefix("local-dir:"), "config.json").is_file():
+        raise UserError(f"`{name}` has no config.json", "give a folder that timm or starfish has written")
+    if not local and not name.startswith(("hf-hub:", "hf_hub:")) and not timm.is_model(name.split(".")[0]):
+        near = get_close_matches(name, timm.list_models(), n=3)
+        hint = f"did you mean {listed(near)}?" if near else "`starfish models` says what a name can be"
+        raise UserError(f"timm has no model `{name}`", hint)
+    with _fetching(full):
+        model = timm.create_model(name, pretrained=pretrained or local, **arguments)
+    facts = timm.data.resolve_model_data_config(model)
+    pretrained_cfg = {
+        k: v for k, v in dict(model.pretrained_cfg).items() if _is_plain(v) and k not in {"file", "source"}
+    }
+    stored = read_json(Path(name.removeprefix("local-dir:"), "config.json")) if local else {}
+    config = {
+        "architecture": stored.get("architecture", pretrained_cfg.get("architecture") or name.split(".")[0]),
+        "num_classes": model.num_classes,
+        "num_features": model.num_features,
+        "model_args": {**stored.get("model_args", {}), **arguments},
+        "pretrained_cfg": pretrained_cfg,
+    }
+    return Loaded(full, model, _timm_preprocess(facts), config)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return value is not None
+
+
+def _timm_preprocess(facts: dict[str, Any]) -> Preprocess:
+    side = facts["input_size"][-1]
+    mode = facts.get("crop_mode") or "center"
+    if mode == "border":
+        raise UserError("the model wants `border` cropping, which starfish does not do", "use --set mode=center")
+    return Preprocess(
+        resize=int(side / facts["crop_pct"]),
+        crop=side,
+        interpolation=facts["interpolation"],
+        mode=mode,
+        mean=tuple(facts["mean"]),
+        std=tuple(facts["std"]),
+    )
+
+
+def _torchvision(full: str, name: str, arguments: dict[str, Any], pretrained: bool) -> Loaded:
+    from torchvision import models
+
+    name, _, weights_name = name.partition("@")
+    known = models.list_models(module=models)
+    if name not in known:
+        near = get_close_matches(name, known, n=3)
+        raise UserError(f"torchvision has no classifier `{name}`", f"did you mean {listed(near)}?" if near else "")
+    choices = models.get_model_weights(name)
+    if weights_name and weights_name not in choices.__members__:
+        raise UserError(f"`{name}` has no weights `{weights_name}`", f"it has {listed(list(choices.__members__))}")
+    weights = choices[weights_name] if weights_name else choices.DEFAULT
+    with _fetching(full):
+        model = models.get_model(name, weights=weights if pretrained else None, **arguments)
+    facts = weights.transforms()
+    preprocess = Preprocess(
+        resize=facts.resize_size[0],
+        crop=facts.crop_size[0],
+        interpolation=facts.interpolation.value,
+        mean=tuple(facts.mean),
+        std=tuple(facts.std),
+    )
+    return Loaded(full, model, preprocess, {})
+
+
+def _transformers(full: str, name: str, arguments: dict[str, Any], pretrained: bool) -> Loaded:
+    try:
+        from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+    except ImportError:
+        raise UserError("`hf/` models need transformers", "pip install 'starfish-heal[hf]'") from None
+    with _fetching(full):
+        config = AutoConfig.from_pretrained(name, **arguments)
+        if pretrained:
+            model = AutoModelForImageClassification.from_pretrained(name, config=config)
+        else:
+            model = AutoModelForImageClassification.from_config(config)
+        try:
+            facts = AutoImageProcessor.from_pretrained(name).to_dict()
+        except (OSError, ValueError):
+            side = getattr(config, "image_size", 224)
+            facts = {"size": {"height": side, "width": side}, "image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
+    return Loaded(full, model, _transformers_preprocess(facts), config.to_dict())
+
+
+def _transformers_preprocess(facts: dict[str, Any]) -> Preprocess:
+    size = facts["size"]
+    crop_size = facts.get("crop_size") or {}
+    side = size.get("shortest_edge") or size["height"]
+    cropped = bool(facts.get("do_center_crop"))
+    return Preprocess(
+        resize=side,
+        crop=crop_size.get("height", side) if cropped else side,
+        interpolation={0: "nearest", 2: "bilinear", 3: "bicubic"}[int(facts.get("resample") or 2)],
+        mode="center" if "shortest_edge" in size else "squash",
+        mean=tuple(facts["image_mean"]) if facts.get("do_normalize", True) else (0.0, 0.0, 0.0),
+        std=tuple(facts["image_std"]) if facts.get("do_normalize", True) else (1.0, 1.0, 1.0),
+    )
+
+
+def _factory(full: str, name: str, arguments: dict[str, Any]) -> Loaded:
+    module_name, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's own file is beside them
+    try:
+        factory = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"`{name}` cannot be imported: {error}", "write it as package.module:factory, seen from this folder"
+        ) from error
+    model = factory(**arguments)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"`{name}` returned a {type(model).__name__}, not a torch module")
+    facts = getattr(model, "pretrained_cfg", None)
+    if not isinstance(facts, dict):
+        return Loaded(full, model, Preprocess(), {})
+    from timm.data import resolve_data_config
+
+    return Loaded(full, model, _timm_preprocess(resolve_data_config({}, pretrained_cfg=facts)), {})

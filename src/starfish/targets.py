@@ -1,0 +1,88 @@
+"""What the dense model answers for each image: kept in memory when there is room, else recomputed each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from starfish.activations import Recorder, logits, positions
+from starfish.core import Anatomy, Images, Row
+from starfish.data import free_memory
+from starfish.devices import autocast, to_device
+
+MEMORY_SHARE = 0.4  # of the free memory that targets may take
+HALF_LIMIT = 60_000.0  # float16 ends at 65,504; a block that comes near is kept in float32
+BATCH = 64
+
+
+@dataclass
+class DenseTargets:
+    """Targets of one dense model on one set of images; prepared once, shared by every method that asks for the same."""
+
+    dense: nn.Module
+    anatomy: Anatomy
+    images: Images
+    where: str = "auto"  # memory, recompute, or auto: memory if it fits
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _wanted: tuple[bool, bool, str] = (False, False, "fp32")
+    _blocks: dict[str, Tensor] = field(default_factory=dict)
+    _logits: Tensor | None = None
+
+    def prepare(self, *, blocks: bool, logits: bool, precision: str) -> Iterator[Row]:
+        if self._wanted == (blocks, logits, precision):
+            return
+        self._wanted, self._blocks, self._logits = (blocks, logits, precision), {}, None
+        if not (blocks or logits):
+            return
+        size = len(self.images)
+        first = list(range(min(2, size)))
+        if self.where == "auto":
+            answer = self._compute(self._input(first))
+            self.where = "memory" if self._bytes(answer, len(first)) <= MEMORY_SHARE * free_memory() else "recompute"
+        if self.where == "recompute":
+            return
+        for start in range(0, size, BATCH):
+            indices = list(range(start, min(start + BATCH, size)))
+            self._keep(indices, *self._compute(self._input(indices)))
+            yield {"stage": "targets", "done": indices[-1] + 1, "total": size}
+
+    def read(self, indices: Sequence[int], inputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
+        if self.where == "recompute":
+            return self._compute(inputs)
+        rows = torch.as_tensor(indices, dtype=torch.long)
+        blocks = {name: to_device(stored[rows], self.device) for name, stored in self._blocks.items()}
+        return blocks, None if self._logits is None else to_device(self._logits[rows], self.device)
+
+    def _input(self, indices: Sequence[int]) -> Any:
+        return to_device(self.images.batch(indices), self.device)
+
+    @torch.no_grad()
+    def _compute(self, inputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
+        blocks, with_logits, precision = self._wanted
+        names = self.anatomy.blocks if blocks else ()
+        with Recorder(self.dense, names) as recorder, autocast(self.device, precision):
+            answer = logits(self.dense, inputs)
+            outputs = recorder.take()
+        flat = {name: positions(outputs[name], self.anatomy.layouts[name], len(answer)) for name in names}
+        return flat, answer if with_logits else None
+
+    def _bytes(self, answer: tuple[dict[str, Tensor], Tensor | None], images: int) -> int:
+        numbers = sum(block.numel() for block in answer[0].values())
+        return numbers * 2 * len(self.images) // images
+
+    def _keep(self, indices: Sequence[int], blocks: dict[str, Tensor], answer: Tensor | None) -> None:
+        size = len(self.images)
+        for name, x_BPC in blocks.items():
+            if name not in self._blocks:
+                self._blocks[name] = torch.empty(size, *x_BPC.shape[1:], dtype=torch.float16)
+            if self._blocks[name].dtype == torch.float16 and float(x_BPC.abs().max()) > HALF_LIMIT:
+                self._blocks[name] = self._blocks[name].float()
+            self._blocks[name][indices[0] : indices[-1] + 1] = x_BPC.to("cpu")
+        if answer is not None:
+            if self._logits is None:
+                self._logits = torch.empty(size, answer.shape[-1])
+            self._logits[indices[0] : indices[-1] + 1] = answer.float().to("cpu")

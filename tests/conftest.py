@@ -1,0 +1,36 @@
+"""Small models and images that every test file may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+DATA = Path(os.environ.get("STARFISH_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def images() -> Tensor:
+    """Twelve inputs of the small models of cases.py."""
+    return torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def labels() -> Tensor:
+    return torch.arange(12) % 5
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Real weights and images, where they are at hand."""
+    if not DATA.is_dir():
+        pytest.skip(f"no real weights and images at {DATA}; set STARFISH_DATA")
+    return DATA

@@ -1,0 +1,214 @@
+"""The loop of STARFISH against a textbook one, its schedule, its settings."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import starfish
+from cases import Case, tiny_cnn, tiny_vit
+from starfish.methods.align import BATCHNORM_POLICIES
+from starfish.pruners.magnitude import Magnitude
+
+FIXED = starfish.Starfish(epochs=3, batch_size=5, shuffle=False, precision="fp32", granularity="token")
+
+
+def textbook(dense: nn.Module, masks: starfish.Masks, images: Tensor, epochs: int, batch_size: int) -> list[float]:
+    """methods.md 12.1, word for word, on a timm ViT: the loss of every step."""
+    student = deepcopy(dense)
+    weights = {name: p for name, p in student.named_parameters() if name in masks}
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(name in masks)
+        if name in masks:
+            parameter.data *= masks[name]
+    outputs: dict[nn.Module, list[Tensor]] = {dense: [], student: []}
+    for model in (dense, student):
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.register_forward_hook(lambda _m, _i, out, model=model: outputs[model].append(out))
+    optimizer = torch.optim.AdamW(weights.values(), lr=6e-4, weight_decay=0)
+    steps, losses = epochs * math.ceil(len(images) / batch_size), []
+    for step in range(steps):
+        start = step % math.ceil(len(images) / batch_size) * batch_size
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-6 + 0.5 * (6e-4 - 1e-6) * (1 + math.cos(math.pi * step / steps))
+        for model in (dense, student):
+            outputs[model].clear()
+            model(images[start : start + batch_size])
+        pairs = zip(outputs[student], outputs[dense], strict=True)
+        loss = torch.stack([1 - nn.functional.cosine_similarity(a, b.detach(), dim=-1).mean() for a, b in pairs]).mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for name, weight in weights.items():
+            weight.grad *= masks[name]
+        optimizer.step()
+        for name, weight in weights.items():
+            weight.data *= masks[name]
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("masks", ["vit-unstructured", "vit-2:4", "vit-qk"])
+def test_losses_equal_the_textbook_loop(masks: str, images: Tensor) -> None:
+    """With fp32, fixed order and token granularity every step's loss agrees to 1e-5."""
+    model, dense, chosen, _ = Case("starfish", masks).build(images)
+    result = starfish.heal_(model, dense, chosen, images, FIXED)
+    expected = textbook(dense, chosen, images, epochs=3, batch_size=5)
+    assert [row["loss"] for row in result.rows] == pytest.approx(expected, abs=1e-5)
+    assert len(expected) == 9
+
+
+def test_schedule_end_points() -> None:
+    """The first step runs at lr, and min_lr is reached where the next step would be."""
+    method = starfish.Starfish(lr=3e-3, min_lr=1e-5)
+    assert method.rate(0, 40) == pytest.approx(3e-3, rel=1e-12)
+    assert method.rate(40, 40) == pytest.approx(1e-5, rel=1e-9)
+    assert method.rate(20, 40) == pytest.approx((3e-3 + 1e-5) / 2, rel=1e-12)
+
+
+def test_warmup_rises_in_a_line_to_the_schedule() -> None:
+    method = starfish.Starfish(lr=1e-3, warmup_steps=4)
+    assert [method.rate(step, 20) for step in range(5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("granularity", ["token", "sample", "channel-position"])
+def test_granularity_changes_the_loss_only_between_token_and_sample(granularity: str, images: Tensor) -> None:
+    """channel-position is what token is called in a convolutional network."""
+    losses = {}
+    for one in ("token", granularity):
+        model, dense, masks, _ = Case("starfish", "cnn-unstructured").build(images)
+        method = replace(FIXED, granularity=one, bn="freeze", epochs=1)
+        losses[one] = starfish.heal_(model, dense, masks, images, method).rows[0]["loss"]
+    assert (losses["token"] == losses[granularity]) == (granularity != "sample")
+
+
+def test_open_settings_are_settled_by_architecture(images: Tensor) -> None:
+    """32 images and tokens with attention; 64 and whole samples without; the result says which."""
+    found = {}
+    for masks in ("vit-unstructured", "cnn-unstructured"):
+        model, dense, chosen, _ = Case("starfish", masks).build(images)
+        settings = starfish.heal_(model, dense, chosen, images, starfish.Starfish(epochs=1)).settings
+        found[masks] = (settings["batch_size"], settings["granularity"])
+        assert settings["precision"] in {"fp32", "bf16"}
+        assert settings["bn"] in BATCHNORM_POLICIES
+    assert found == {"vit-unstructured": (32, "token"), "cnn-unstructured": (64, "sample")}
+
+
+def test_order_is_new_each_epoch_and_depends_on_the_seed(images: Tensor) -> None:
+    """Reshuffled: epochs differ. Fixed: epochs are alike. Another seed: another order."""
+
+    def first_losses(shuffle: bool, seed: int) -> list[float]:
+        model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+        method = replace(FIXED, shuffle=shuffle, lr=0.0, min_lr=0.0, epochs=2, batch_size=4)
+        return [float(row["loss"]) for row in starfish.heal_(model, dense, masks, images, method, seed=seed).rows]
+
+    fixed = first_losses(False, 0)
+    assert fixed[:3] == fixed[3:]
+    shuffled = first_losses(True, 0)
+    assert shuffled[:3] != shuffled[3:]
+    assert shuffled == first_losses(True, 0)
+    assert shuffled != first_losses(True, 1)
+
+
+def test_bf16_follows_fp32(images: Tensor) -> None:
+    """Autocast changes the losses by little, and the loss itself stays float32 (no steps of 1/256)."""
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+        result = starfish.heal_(model, dense, masks, images, replace(FIXED, precision=precision))
+        losses[precision] = torch.tensor([row["loss"] for row in result.rows])
+    assert torch.allclose(losses["fp32"], losses["bf16"], rtol=0.05)
+    assert not torch.equal(losses["fp32"], losses["bf16"])
+    assert not torch.equal(losses["bf16"], losses["bf16"].bfloat16().float())
+
+
+def test_clipping_acts_on_the_masked_gradient(images: Tensor) -> None:
+    """Pruned entries do not count in the norm: with a huge pruned gradient the kept ones are not shrunk by it."""
+    from starfish.methods.align import _mask_gradients_
+
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.tensor([1.0, 1e6, 1.0, 1e6])
+    _mask_gradients_({"w": weight}, {"w": torch.tensor([True, False, True, False])})
+    assert weight.grad.tolist() == [1, 0, 1, 0]
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    free = starfish.heal_(deepcopy(model), dense, masks, images, replace(FIXED, optimizer="sgd"))
+    tight = starfish.heal_(deepcopy(model), dense, masks, images, replace(FIXED, optimizer="sgd", clip=1e-6))
+    assert tight.loss["last"] != free.loss["last"]
+
+
+def test_frozen_v_rows_stay(images: Tensor) -> None:
+    """train_v=False keeps the V rows of a fused qkv weight; by default they are trained, as by the authors' code."""
+    for train_v in (True, False):
+        model, dense, masks, _ = Case("starfish", "vit-qk").build(images)
+        starfish.heal_(model, dense, masks, images, replace(FIXED, train_v=train_v, lr=1e-2))
+        rows = slice(48, 72)
+        same = torch.equal(model.blocks[0].attn.qkv.weight[rows], dense.blocks[0].attn.qkv.weight[rows])
+        assert same != train_v
+        assert not torch.equal(model.blocks[0].attn.qkv.weight[:24], dense.blocks[0].attn.qkv.weight[:24])
+
+
+def test_weights_after_the_last_block_are_reported(images: Tensor) -> None:
+    """Alignment cannot reach the classifier: it keeps its masked values and the result says so. KL reaches it."""
+    dense = tiny_cnn()
+    masks = starfish.prune(dense, Magnitude(0.5, scope="conv+head"), images)
+    unchanged = {}
+    for objective in ("cosine", "kl"):
+        model = deepcopy(dense)
+        result = starfish.heal_(model, dense, masks, images, replace(FIXED, objective=objective, bn="freeze"))
+        unchanged[objective] = result.unchanged
+    assert unchanged == {"cosine": ["linear.weight"], "kl": []}
+
+
+def test_dropout_never_acts(images: Tensor) -> None:
+    """A model with dropout heals as the same model without."""
+    losses = []
+    for rate in (0.0, 0.5):
+        dense = tiny_vit()
+        for module in dense.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = rate
+        masks = starfish.prune(dense, Magnitude(0.6), images)
+        losses.append([row["loss"] for row in starfish.heal_(deepcopy(dense), dense, masks, images, FIXED).rows])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("policy", BATCHNORM_POLICIES)
+def test_batchnorm_statistics_move_only_as_asked(policy: str, images: Tensor) -> None:
+    """freeze leaves them bit-identical; the other policies change running statistics and nothing else."""
+    model, dense, masks, _ = Case("starfish", "cnn-unstructured").build(images)
+    result = starfish.heal_(model, dense, masks, images, replace(FIXED, bn=policy))
+    moved = {n for n, t in model.state_dict().items() if n not in masks and not torch.equal(t, dense.state_dict()[n])}
+    assert all("running_" in name or "num_batches" in name for name in moved)
+    assert bool(moved) == (policy != "freeze")
+    assert moved <= set(result.also_changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"objective": "cos"}, "`objective` is `cos`"),
+        ({"optimizer": "adamm"}, "`optimizer` is `adamm`"),
+        ({"granularity": "pixel"}, "`granularity` is `pixel`"),
+        ({"bn": "on"}, "`bn` is `on`"),
+        ({"precision": "fp64"}, "the precision is `fp64`"),
+        ({"epochs": 0}, "`epochs` is 0"),
+        ({"lr": -1.0}, "`lr` is -1.0"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(change: dict[str, object], complaint: str, images: Tensor) -> None:
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    with pytest.raises(starfish.UserError, match=complaint):
+        starfish.heal_(model, dense, masks, images, replace(FIXED, **change))  # type: ignore[arg-type]
+
+
+def test_divergence_stops_the_run_by_name(images: Tensor) -> None:
+    """A loss that is no number ends the heal with the step and the way out."""
+    model, dense, masks, _ = Case("mse", "vit-unstructured").build(images)
+    method = starfish.Starfish(objective="mse", optimizer="sgd", lr=1e30, epochs=3, batch_size=4, precision="fp32")
+    with pytest.raises(starfish.UserError, match="became (nan|inf) at step") as caught:
+        starfish.heal_(model, dense, masks, images, method)
+    assert "learning rate" in caught.value.hint

@@ -1,0 +1,137 @@
+"""The one way in: wrappers, shapes of input, results, refusals."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import starfish
+from cases import CASES, Case, quick, tiny_vit
+from starfish.data import as_images
+from starfish.heal import healing_, job_of
+from starfish.methods.align import Starfish
+
+QUICK = quick(Starfish())
+
+
+def healed(model: nn.Module, dense: nn.Module, masks: starfish.Masks, images: Tensor) -> list[float]:
+    result = starfish.heal_(model, dense, masks, images, QUICK)
+    return [float(row["loss"]) for row in result.rows]
+
+
+def test_wrapped_models_heal_as_bare_ones(images: Tensor) -> None:
+    """DataParallel and torch.compile put a prefix before every name; the loss is the same, never silently zero."""
+    case = Case("starfish", "vit-unstructured")
+    model, dense, masks, _ = case.build(images)
+    expected = healed(model, dense, masks, images)
+    for wrap in (nn.DataParallel, torch.compile):
+        model, dense, masks, _ = case.build(images)
+        assert healed(wrap(model), wrap(dense), masks, images) == expected
+
+
+def test_batches_and_tensors_are_the_same_images(images: Tensor) -> None:
+    """A tensor, a list of batches and a list of single images give the same heal."""
+    losses = []
+    for given in (images, list(images.split(5)), list(images)):
+        model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+        losses.append(healed(model, dense, masks, given))  # type: ignore[arg-type]
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_result_has_the_keys_of_the_contract(images: Tensor, labels: Tensor) -> None:
+    """result.json: what docs/reference.md promises, with labels and without."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    facts = starfish.heal_(model, dense, masks, images, QUICK, evaluation=[(images[:6], labels[:6])]).facts()
+    assert {"accuracy", "fidelity", "sparsity", "mask_intact", "frozen_intact", "images", "epochs", "seconds",
+            "peak_rss_mb", "method", "settings", "versions", "seed"} <= facts.keys()  # fmt: skip
+    assert facts["accuracy"].keys() == {"dense", "pruned", "healed"}
+    assert all(0 <= value <= 100 for value in facts["accuracy"].values())
+    assert facts["fidelity"].keys() == {"agreement", "kl", "cosine", "blocks"}
+    assert all(facts["fidelity"][key].keys() == {"pruned", "healed"} for key in ("agreement", "kl", "cosine"))
+    assert facts["seconds"].keys() == {"targets", "fit", "total"}
+    assert facts["sparsity"] == pytest.approx(0.6, abs=1e-3)
+    assert facts["method"] == "starfish"
+    assert facts["evaluation"] == {"images": 6, "labels": True, "held_out": True}
+    assert "rows" not in facts
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    facts = starfish.heal_(model, dense, masks, images, QUICK).facts()
+    assert facts["accuracy"] == {"dense": None, "pruned": None, "healed": None}
+    assert facts["evaluation"]["held_out"] is False
+
+
+def test_healing_brings_the_model_closer(images: Tensor) -> None:
+    """Cosine rises and KL falls from pruned to healed, on the healing images."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    fidelity = starfish.heal_(model, dense, masks, images, QUICK).fidelity
+    assert fidelity["cosine"]["healed"] > fidelity["cosine"]["pruned"]
+    assert fidelity["kl"]["healed"] < fidelity["kl"]["pruned"]
+    assert fidelity["blocks"].keys() == {"blocks.0", "blocks.1"}
+
+
+def test_sequence_first_models_heal(labels: Tensor) -> None:
+    """nn.TransformerEncoder with batch_first=False: tokens first, images second."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=False)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+            self.head = nn.Linear(16, 5)
+
+        def forward(self, x_BTC: Tensor) -> Tensor:
+            return self.head(self.encoder(x_BTC.transpose(0, 1)).mean(0))
+
+    inputs = torch.randn(12, 7, 16)
+    dense = Encoder().eval()
+    masks = starfish.prune(dense, starfish.Magnitude(0.6), list(inputs.split(4)))
+    model = deepcopy(dense)
+    result = starfish.heal_(model, dense, masks, list(inputs.split(4)), QUICK)
+    assert result.loss["last"] < result.loss["first"]  # type: ignore[operator]
+    assert len(result.fidelity["blocks"]) == 3
+
+
+def test_blocks_by_regex(images: Tensor) -> None:
+    """The user says which modules to align."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    result = starfish.heal_(model, dense, masks, images, QUICK, blocks=r"blocks\.1")
+    assert list(result.fidelity["blocks"]) == ["blocks.1"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda masks: {}, "no masks"),
+        (lambda masks: {"blocks.9.x": next(iter(masks.values()))}, "no parameter `blocks.9.x`"),
+        (lambda masks: {name: mask[:1] for name, mask in masks.items()}, "has shape"),
+        (lambda masks: {name: mask.float() for name, mask in masks.items()}, "not torch.bool"),
+    ],
+)
+def test_bad_masks_are_refused(spoil, complaint: str, images: Tensor) -> None:  # type: ignore[no-untyped-def]
+    """Before anything changes, in one sentence."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    before = deepcopy(model.state_dict())
+    with pytest.raises(starfish.UserError, match=complaint):
+        starfish.heal_(model, dense, spoil(masks), images, QUICK)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_tied_weights_do_not_count_as_moved(images: Tensor) -> None:
+    """A weight under two names is masked under one; the other name moves with it and that is no breach."""
+    dense = tiny_vit()
+    dense.blocks[1].mlp.fc1.weight = dense.blocks[0].mlp.fc1.weight
+    masks = {"blocks.0.mlp.fc1.weight": dense.blocks[0].mlp.fc1.weight.detach().abs() > 0.01}
+    model = deepcopy(dense)
+    assert starfish.heal_(model, dense, masks, images, QUICK).frozen_intact
+
+
+def test_closing_the_generator_restores_flags(images: Tensor) -> None:
+    """Whoever stops between two rows gets a model whose parameters can be trained as before."""
+    model, dense, masks, _ = CASES[0].build(images)
+    work = healing_(job_of(model, dense, masks, images), QUICK, as_images(images))
+    while "loss" not in next(work):
+        pass
+    work.close()
+    assert all(parameter.requires_grad for parameter in model.parameters())
