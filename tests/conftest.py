@@ -12,6 +12,9 @@ from torch import Tensor
 DATA = Path(os.environ.get("STARFISH_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
+torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

@@ -81,7 +81,7 @@ def test_the_recorder_takes_the_first_tensor_in_the_order_of_the_names(form: str
 def test_a_module_without_a_tensor_output_is_named() -> None:
     """Aligning it is impossible, and the way out is another choice of blocks."""
     model = nn.Sequential(OrderedDict(odd=Wrap(lambda y: "text")))
-    with Recorder(model, ["odd"]), pytest.raises(UserError, match="`odd`.*`str`"):
+    with Recorder(model, ["odd"]), pytest.raises(UserError, match=r"`odd`.*`str`"):
         model(torch.randn(2, 4))
 
 
@@ -122,9 +122,8 @@ def test_a_shared_module_keeps_its_last_output() -> None:
 def test_hooks_are_gone_after_the_block_even_after_an_error() -> None:
     """A model that was recorded is the model it was."""
     model = nn.Linear(4, 4)
-    with pytest.raises(ZeroDivisionError), Recorder(model, [""]):
-        assert model._forward_hooks
-        raise ZeroDivisionError
+    with pytest.raises(RuntimeError), Recorder(model, [""]):
+        model(torch.randn(2, 5))
     assert not model._forward_hooks
 
 

@@ -509,7 +509,7 @@ def _show_summary(summary: Summary, title: str = "") -> None:
 
 
 def _show_anatomy(loaded: Loaded, anatomy: Anatomy, json: bool) -> None:
-    from starfish.anatomy import default_scope, scope_names
+    from starfish.scopes import default_scope, scope_names
 
     shapes = {name: list(loaded.model.get_parameter(name).shape) for name in anatomy.roles}
     layouts = {name: anatomy.layouts[name]._asdict() for name in anatomy.blocks}

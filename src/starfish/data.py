@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
+from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
@@ -23,6 +24,8 @@ from starfish.errors import UserError, listed
 from starfish.files import read_safetensors
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"}
+Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+Mode = Literal["center", "squash"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MOST_UNREADABLE = 0.05  # of the images; more stops the run
 MEMORY_SHARE = 0.25  # of the free memory that decoded pixels may take before they go to a scratch file
@@ -34,10 +37,19 @@ class Preprocess:
 
     resize: int | None = None  # short side in pixels (mode "center"); None leaves tensor files as they are
     crop: int | None = None  # side of the square the model sees
-    interpolation: str = "bicubic"  # nearest, bilinear, bicubic
-    mode: str = "center"  # squash: both sides to `resize`, whatever the shape
+    interpolation: Interpolation = "bicubic"
+    mode: Mode = "center"  # squash: both sides to `resize`, whatever the shape
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std):
+            raise UserError(
+                f"mean has {len(self.mean)} values and std has {len(self.std)}", "give both, one value a channel"
+            )
+        for name, side in (("resize", self.resize), ("crop", self.crop)):
+            if side is not None and side < 1:
+                raise UserError(f"`{name}` is {side}", "give a side in pixels")
 
     def pixels(self, picture: Image.Image) -> Tensor:
         """Resized and cropped, as uint8 x_CHW."""
@@ -105,14 +117,32 @@ def as_images(given: Any) -> Any:
     batches (with or without labels, as data loaders give them)."""
     if isinstance(given, Tensor):
         return _inputs(given, None)
-    if isinstance(given, dict):
-        return Keyed(given)
+    if isinstance(given, Mapping):
+        return _keyed([given])
     if isinstance(given, StoredImages | Keyed):
         return given
+    if isinstance(given, Dataset) and not isinstance(given, Iterable):
+        return _gathered(given[place] for place in range(len(given)))  # type: ignore[arg-type]  # map-style: has a length
     return _gathered(given) if isinstance(given, Iterable) else given
 
 
+def _keyed(batches: Sequence[Mapping[str, Any]]) -> Keyed:
+    """`labels` among the tensors are labels, not an input: a model given both would work out a loss of its own."""
+    names = set(batches[0])
+    odd = sorted(name for name in names if not all(isinstance(batch.get(name), Tensor) for batch in batches))
+    if odd or not names - {"labels"}:
+        raise UserError(f"images are dicts and hold no tensor under {listed(odd)}", "give a dict of tensors")
+    tensors = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    sizes = {name: len(tensor) for name, tensor in tensors.items()}
+    if len(set(sizes.values())) > 1 or 0 in sizes.values():
+        raise UserError(f"images are a dict of tensors of lengths {sizes}", "row i of every tensor must be input i")
+    labels = tensors.pop("labels", None)
+    return Keyed(tensors, labels)
+
+
 def _inputs(inputs: Tensor, labels: Tensor | None) -> StoredImages:
+    if not len(inputs):
+        raise UserError("there are no images", "give a tensor, or batches of tensors that can be read more than once")
     if not inputs.is_floating_point():
         raise UserError(
             f"images are {inputs.dtype}; a model needs floats",
@@ -121,19 +151,23 @@ def _inputs(inputs: Tensor, labels: Tensor | None) -> StoredImages:
     return StoredImages(inputs, Preprocess(), labels)
 
 
-def _gathered(batches: Iterable[Any]) -> StoredImages:
+def _gathered(batches: Iterable[Any]) -> StoredImages | Keyed:
     inputs: list[Tensor] = []
     labels: list[Tensor] = []
+    batches = list(batches)
+    if batches and isinstance(batches[0], Mapping):
+        return _keyed(batches)
     for batch in batches:
         first, rest = (batch[0], batch[1:]) if isinstance(batch, tuple | list) else (batch, ())
         if not isinstance(first, Tensor):
-            raise UserError(f"images hold a {type(first).__name__}", "give a tensor, or batches of tensors")
+            raise UserError(
+                f"images hold a {type(first).__name__}",
+                "give a tensor, or batches of tensors; starfish.data.load reads folders and files",
+            )
         inputs.append(first.unsqueeze(0) if first.ndim == 3 and len(first) in (1, 3) else first)  # a lone picture
         if rest:
             labels.append(torch.as_tensor(rest[0]).reshape(-1))
-    if not inputs:
-        raise UserError("there are no images", "give a tensor, or batches of tensors that can be read more than once")
-    return _inputs(torch.cat(inputs), torch.cat(labels) if labels else None)
+    return _inputs(torch.cat(inputs) if inputs else torch.empty(0), torch.cat(labels) if labels else None)
 
 
 def load(
@@ -148,7 +182,7 @@ def load(
     """Read `source` in a seeded random order, at most `limit` images; `classes` is how many the model knows."""
     path, _, key = source.partition("::")
     if Path(path).is_dir():
-        return (yield from _folder(Path(path), preprocess, limit, seed, classes))
+        return (yield from _folder(Path(path), role, preprocess, limit, seed, classes))
     if Path(path).suffix in {".npz", ".safetensors"}:
         return (yield from _tensor_file(Path(path), key, role, preprocess, limit, seed))
     what = "is no folder and no tensor file" if Path(path).exists() else "does not exist"
@@ -163,15 +197,16 @@ def _order(size: int, limit: int | None, seed: int) -> list[int]:
 
 
 def _folder(
-    folder: Path, preprocess: Preprocess, limit: int | None, seed: int, classes: int | None
+    folder: Path, role: str, preprocess: Preprocess, limit: int | None, seed: int, classes: int | None
 ) -> Long[StoredImages]:
     files, names = _pictures(folder)
+    label_of = _labelled(names, role, classes, folder)
     order = _order(len(files), limit, seed)
     pixels, unreadable = yield from _decoded([files[i] for i in order], preprocess)
     kept = [i for place, i in enumerate(order) if place not in unreadable]
     labels = None
-    if names is not None:
-        label_of = class_indices(sorted(set(names)), classes, str(folder))
+    if label_of is not None:
+        assert names is not None
         labels = torch.tensor([label_of[names[i]] for i in kept])
     return StoredImages(pixels, preprocess, labels, [str(files[order[place]]) for place in sorted(unreadable)])
 
@@ -186,6 +221,18 @@ def _pictures(folder: Path) -> tuple[list[Path], list[str] | None]:
     if not found:
         raise UserError(f"no images in `{folder}`", f"starfish reads {', '.join(sorted(SUFFIXES))}")
     return [path for path, _ in found], [name for _, name in found]
+
+
+def _labelled(names: list[str] | None, role: str, classes: int | None, folder: Path) -> dict[str, int] | None:
+    """Class folder → label. Healing needs no labels, so only there may the folders be named as they like."""
+    if names is None:
+        return None
+    try:
+        return class_indices(sorted(set(names)), classes, str(folder))
+    except UserError:
+        if role == "eval":
+            raise
+        return None
 
 
 def class_indices(names: list[str], classes: int | None, where: str) -> dict[str, int]:
@@ -225,13 +272,11 @@ def _decoded(files: list[Path], preprocess: Preprocess) -> Long[tuple[Tensor, se
                 unreadable.add(place)
                 _check_unreadable(files, unreadable)
             else:
-                pixels[place] = image
+                pixels[place - len(unreadable)] = image
             yield {"stage": "decode", "done": place + 1, "total": len(files)}
     if len(unreadable) == len(files):
         raise UserError(f"none of the {len(files)} images can be read", f"the first is `{files[0]}`")
-    if unreadable:
-        pixels = pixels[[place for place in range(len(files)) if place not in unreadable]]
-    return pixels, unreadable
+    return pixels[: len(files) - len(unreadable)], unreadable
 
 
 def _ahead(pool: ThreadPoolExecutor, work: Any, items: list[Path], window: int = 256) -> Iterator[Tensor | None]:
@@ -295,7 +340,8 @@ def _arrays(path: Path) -> dict[str, Tensor]:
         raise UserError(f"there is no file `{path}`")
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: torch.from_numpy(file[name]) for name in file.files}
+            arrays = {name: file[name] for name in file.files}
+            return {name: torch.from_numpy(array) for name, array in arrays.items() if array.dtype.kind in "biuf"}
     except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
         raise UserError(f"`{path}` cannot be read as a .npz of plain arrays ({error})") from None
     except Exception as error:
@@ -341,7 +387,12 @@ def _fitted(images: Tensor, preprocess: Preprocess) -> Long[Tensor]:
         )
     if preprocess.crop is None or images.shape[2:] == (preprocess.crop, preprocess.crop):
         return images.contiguous()
-    out = torch.empty(len(images), images.shape[1], preprocess.crop, preprocess.crop, dtype=torch.uint8)
+    if images.shape[1] not in (1, 3):
+        raise UserError(
+            f"the images are {tuple(images.shape[1:])} and the model's crop is {preprocess.crop}",
+            "only pictures of 1 or 3 channels are resized: store them in the model's size",
+        )
+    out = _store((len(images), images.shape[1], preprocess.crop, preprocess.crop))
     for place, image in enumerate(images):
         out[place] = preprocess.pixels(F.to_pil_image(image))
         yield {"stage": "resize", "done": place + 1, "total": len(images)}

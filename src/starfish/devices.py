@@ -18,7 +18,7 @@ WORTH = 1.3  # how many times faster bf16 must be than fp32 to be chosen
 def choose_device(name: str = "auto") -> torch.device:
     """`auto` takes the accelerator if there is one."""
     if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return accelerator if accelerator is not None else torch.device("cpu")
     try:
         device = torch.device(name)

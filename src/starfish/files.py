@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -20,9 +21,9 @@ from starfish.errors import UserError
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path`, flush it to the disk, then rename it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         beside.touch()
         mode = beside.stat().st_mode  # as the user's umask has it; safetensors would make it private
         write(beside)
@@ -30,8 +31,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with open(beside, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"`{path}` cannot be written: {error}", "is there room, and may you write there?") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is no such folder
+            beside.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

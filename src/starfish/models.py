@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -16,10 +17,11 @@ from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import to_pil_image
 
 from starfish.activations import logits
 from starfish.containers import weights_of
-from starfish.data import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from starfish.data import Interpolation, Mode, Preprocess
 from starfish.errors import UserError, listed
 from starfish.files import read_json, read_object, read_safetensors
 
@@ -32,6 +34,10 @@ KINDS = {
     "package.module:factory": "a function of yours that returns a module",
     "RUN": "a folder that `starfish heal` has written",
 }
+
+NO_PREPROCESSING = (
+    "load it by a function of yours, as package.module:factory, and choose with --set resize=… crop=… mean=…"
+)
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,11 @@ def load(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = Fals
 def load_run(folder: Path) -> Loaded:
     """The healed model of a run folder."""
     config = read_json(folder / "config.json")
-    if "starfish" not in config:
-        raise UserError(f"`{folder}` is not a run folder: its config.json has no `starfish` entry")
-    facts = config["starfish"]
-    loaded = _build(facts["model"], pretrained=False)
+    facts = config.get("starfish", {})
+    if not {"model", "preprocess"} <= facts.keys():
+        raise UserError(f"`{folder}` is not a run of the command line: its config.json does not name the model")
+    name = f"local-dir:{folder}" if "architecture" in config else facts["model"]  # timm's, wherever it came from
+    loaded = _build(name, pretrained=False)
     load_weights_(loaded.model, read_safetensors(folder / "model.safetensors")[0], str(folder))
     loaded.model.eval()
     return Loaded(facts["model"], loaded.model, preprocess_from(facts["preprocess"]), loaded.config)
@@ -75,6 +82,9 @@ def load_weights_(model: nn.Module, held: Any, where: str) -> None:
     weights = weights_of(held, model)
     known = model.state_dict()
     missing, unexpected = sorted(known.keys() - weights.keys()), sorted(weights.keys() - known.keys())
+    missing = [
+        name for name in missing if not name.endswith("num_batches_tracked")
+    ]  # old files lack it, torch fills in
     if missing or unexpected:
         problem = f"lacks {listed(missing)}" if missing else f"has {listed(unexpected)}, unknown to the model"
         raise UserError(f"the weights in `{where}` do not fit: the file {problem}", "is it the same architecture?")
@@ -137,13 +147,13 @@ def _build(name: str, *, pretrained: bool) -> Loaded:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text.lower() if text in {"True", "False"} else text)
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError:
         return text
 
 
 @contextlib.contextmanager
-def _fetching(name: str) -> Iterator[None]:
+def _building(name: str, pretrained: bool) -> Iterator[None]:
     """Libraries raise whatever their network layer does when weights cannot be had: one sentence instead."""
     try:
         yield
@@ -151,9 +161,11 @@ def _fetching(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
+        way_out = "give the weights with --checkpoint FILE, or check the name and the network"
         raise UserError(
-            f"the model `{name}` could not be built with its published weights: {type(error).__name__}: {reason}",
-            "give the weights with --checkpoint FILE, or check the name and the network",
+            f"the model `{name}` could not be built{' with its published weights' if pretrained else ''}: "
+            f"{type(error).__name__}: {reason}",
+            way_out if pretrained else "check the name and the arguments after its question mark",
         ) from error
 
 
@@ -164,10 +176,10 @@ def _timm(full: str, name: str, arguments: dict[str, Any], pretrained: bool) -> 
     if local and not Path(name.removeprefix("local-dir:"), "config.json").is_file():
         raise UserError(f"`{name}` has no config.json", "give a folder that timm or starfish has written")
     if not local and not name.startswith(("hf-hub:", "hf_hub:")) and not timm.is_model(name.split(".")[0]):
-        near = get_close_matches(name, timm.list_models(), n=3)
+        near = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
         hint = f"did you mean {listed(near)}?" if near else "`starfish models` says what a name can be"
         raise UserError(f"timm has no model `{name}`", hint)
-    with _fetching(full):
+    with _building(full, pretrained):
         model = timm.create_model(name, pretrained=pretrained or local, **arguments)
     facts = timm.data.resolve_model_data_config(model)
     pretrained_cfg = {
@@ -193,10 +205,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _timm_preprocess(facts: dict[str, Any]) -> Preprocess:
-    side = facts["input_size"][-1]
-    mode = facts.get("crop_mode") or "center"
-    if mode == "border":
-        raise UserError("the model wants `border` cropping, which starfish does not do", "use --set mode=center")
+    height, side = facts["input_size"][-2:]
+    mode: Any = facts.get("crop_mode") or "center"
+    if mode == "border" or height != side:
+        wants = "`border` cropping" if mode == "border" else f"images of {height}×{side}"
+        raise UserError(f"the model wants {wants}, which starfish does not do", NO_PREPROCESSING)
     return Preprocess(
         resize=int(side / facts["crop_pct"]),
         crop=side,
@@ -219,7 +232,7 @@ def _torchvision(full: str, name: str, arguments: dict[str, Any], pretrained: bo
     if weights_name and weights_name not in choices.__members__:
         raise UserError(f"`{name}` has no weights `{weights_name}`", f"it has {listed(list(choices.__members__))}")
     weights = choices[weights_name] if weights_name else choices.DEFAULT
-    with _fetching(full):
+    with _building(full, pretrained):
         model = models.get_model(name, weights=weights if pretrained else None, **arguments)
     facts = weights.transforms()
     preprocess = Preprocess(
@@ -237,33 +250,71 @@ def _transformers(full: str, name: str, arguments: dict[str, Any], pretrained: b
         from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
     except ImportError:
         raise UserError("`hf/` models need transformers", "pip install 'starfish-heal[hf]'") from None
-    with _fetching(full):
+    with _building(full, pretrained):
         config = AutoConfig.from_pretrained(name, **arguments)
         if pretrained:
             model = AutoModelForImageClassification.from_pretrained(name, config=config)
         else:
             model = AutoModelForImageClassification.from_config(config)
         try:
-            facts = AutoImageProcessor.from_pretrained(name).to_dict()
+            processor = AutoImageProcessor.from_pretrained(name)
         except (OSError, ValueError):
-            side = getattr(config, "image_size", 224)
-            facts = {"size": {"height": side, "width": side}, "image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
-    return Loaded(full, model, _transformers_preprocess(facts), config.to_dict())
+            processor = None
+    if processor is None:
+        side = getattr(config, "image_size", 224)
+        preprocess = Preprocess(side, side, "bilinear", "squash")
+    else:
+        preprocess = _transformers_preprocess(processor, full)
+    model.float()  # published in half precision or not: healing takes small steps
+    return Loaded(full, model, preprocess, {**config.to_dict(), "dtype": "float32"})
 
 
-def _transformers_preprocess(facts: dict[str, Any]) -> Preprocess:
-    size = facts["size"]
-    crop_size = facts.get("crop_size") or {}
-    side = size.get("shortest_edge") or size["height"]
-    cropped = bool(facts.get("do_center_crop"))
-    return Preprocess(
-        resize=side,
-        crop=crop_size.get("height", side) if cropped else side,
-        interpolation={0: "nearest", 2: "bilinear", 3: "bicubic"}[int(facts.get("resample") or 2)],
-        mode="center" if "shortest_edge" in size else "squash",
-        mean=tuple(facts["image_mean"]) if facts.get("do_normalize", True) else (0.0, 0.0, 0.0),
-        std=tuple(facts["image_std"]) if facts.get("do_normalize", True) else (1.0, 1.0, 1.0),
+def _transformers_preprocess(processor: Any, name: str) -> Preprocess:
+    facts = processor.to_dict()
+    size, crop_size = facts.get("size") or {}, facts.get("crop_size") or {}
+    side = size.get("shortest_edge") or size.get("height") or 224
+    crop, resize = side, side
+    mode: Mode = "center" if "shortest_edge" in size else "squash"
+    if "crop_pct" in facts and side < 384:  # ConvNeXt's and PoolFormer's own ways
+        resize = int(side / facts["crop_pct"])
+    elif "crop_pct" in facts:
+        mode = "squash"
+    if facts.get("do_center_crop"):
+        crop = crop_size.get("height", side)
+    normalised = facts.get("do_normalize", True)
+    preprocess = Preprocess(
+        resize=resize,
+        crop=crop,
+        interpolation=PILLOW[facts.get("resample", 2)],
+        mode=mode,
+        mean=tuple(facts["image_mean"]) if normalised else (0.0, 0.0, 0.0),
+        std=tuple(facts["image_std"]) if normalised else (1.0, 1.0, 1.0),
     )
+    _check_same(preprocess, processor, name)
+    return preprocess
+
+
+PILLOW: tuple[Interpolation, ...] = (
+    "nearest",
+    "lanczos",
+    "bilinear",
+    "bicubic",
+    "box",
+    "hamming",
+)  # as Pillow numbers them
+
+
+def _check_same(preprocess: Preprocess, processor: Any, name: str) -> None:
+    """Processors have ways of their own: compare on a picture, where roundings are far below a wrong way."""
+    levels = torch.rand(3, 9, 12, generator=torch.Generator().manual_seed(0))
+    picture = to_pil_image(nn.functional.interpolate(levels[None], (450, 600), mode="bilinear")[0])
+    wanted = torch.as_tensor(processor(picture, return_tensors="pt")["pixel_values"][0])
+    ours = preprocess.normalise(preprocess.pixels(picture)[None])[0]
+    if wanted.shape != ours.shape or float((wanted - ours).abs().mean()) > 0.02 * float(wanted.std()):
+        raise UserError(
+            f"`{name}` prepares its images with {type(processor).__name__} in a way that starfish does not know",
+            NO_PREPROCESSING,
+        )
 
 
 def _factory(full: str, name: str, arguments: dict[str, Any]) -> Loaded:
@@ -272,10 +323,16 @@ def _factory(full: str, name: str, arguments: dict[str, Any]) -> Loaded:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's own file is beside them
     try:
         factory = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"`{name}` cannot be imported: {error}", "write it as package.module:factory, seen from this folder"
         ) from error
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise UserError(
+            f"`{full}` cannot be called: {error}", "arguments follow a question mark: ?depth=2&width=64"
+        ) from None
     model = factory(**arguments)
     if not isinstance(model, nn.Module):
         raise UserError(f"`{name}` returned a {type(model).__name__}, not a torch module")

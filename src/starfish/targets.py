@@ -29,15 +29,20 @@ class DenseTargets:
     where: str = "auto"  # memory, recompute, or auto: memory if it fits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _wanted: tuple[bool, bool, str] = (False, False, "fp32")
+    _ready: bool = False  # not so while `prepare` is under way, or when it was closed before its end
     _blocks: dict[str, Tensor] = field(default_factory=dict)
     _logits: Tensor | None = None
 
     def prepare(self, *, blocks: bool, logits: bool, precision: str) -> Iterator[Row]:
-        if self._wanted == (blocks, logits, precision):
+        if self._ready and self._wanted == (blocks, logits, precision):
             return
         self._wanted, self._blocks, self._logits = (blocks, logits, precision), {}, None
-        if not (blocks or logits):
-            return
+        self._ready = False
+        if blocks or logits:
+            yield from self._fill()
+        self._ready = True
+
+    def _fill(self) -> Iterator[Row]:
         size = len(self.images)
         first = list(range(min(2, size)))
         if self.where == "auto":

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from starfish.anatomy import default_scope, scope
 from starfish.core import Anatomy, Images, Masks, Pruner
 from starfish.errors import UserError
+from starfish.scopes import default_scope, scope
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,21 @@ class Magnitude(Pruner):
         if self.pattern == "unstructured":
             kept = self._unstructured(scores)
         else:
-            kept = _grouped(scores, *n_of_m(self.pattern), anatomy)
+            kept = _grouped(scores, *self._n_of_m(), anatomy)
         masks = {}
         for name in kept:
             masks[name] = torch.ones_like(weights[name], dtype=torch.bool)
             masks[name][rows[name]] = kept[name]
         return masks
+
+    def _n_of_m(self) -> tuple[int, int]:
+        """The pattern fixes the sparsity; another one, given, would go unheard."""
+        n, m = n_of_m(self.pattern)
+        if self.sparsity != Magnitude.sparsity and abs(self.sparsity - (1 - n / m)) > 1e-6:
+            raise UserError(
+                f"the sparsity is {self.sparsity} and {self.pattern} removes {1 - n / m:.4g}", "give one of the two"
+            )
+        return n, m
 
     def _unstructured(self, scores: dict[str, Tensor]) -> Masks:
         if self.per == "global":
