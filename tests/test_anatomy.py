@@ -422,7 +422,7 @@ def test_blocks_are_found_in_the_order_in_which_they_run(name: str) -> None:
     """By structure alone, with the layout of each one's output."""
     _, _, anatomy = built(name)
     assert list(anatomy.blocks) == CASES[name].blocks
-    assert set(anatomy.layouts.values()) == {CASES[name].layout}
+    assert {anatomy.layouts[block] for block in anatomy.blocks} == {CASES[name].layout}
     assert list(anatomy.layouts) == list(anatomy.blocks)
 
 

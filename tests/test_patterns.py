@@ -94,6 +94,7 @@ ANATOMY = Anatomy(
         Unit("qk", "block", 6, 2, (Part("qkv.weight", 0), Part("qkv.weight", 0, 6), Part("qkv.bias", 0))),
     ),
     untrained=(),
+    tail={},
 )
 
 

@@ -479,9 +479,6 @@ def _healing_images(
 
 def _warn(job: Job, held_out: StoredImages) -> None:
     """What the user should know before the time is spent."""
-    idle = [name for name in job.masks if name in job.anatomy.untrained]
-    if idle:
-        say(f"note: {listed(idle)} lie after the last block; aligning blocks alone cannot heal them")
     if held_out.labels is None:
         say("note: no labels to measure with; the table says how closely the model follows the dense one")
 
@@ -533,7 +530,7 @@ def _show_anatomy(loaded: Loaded, anatomy: Anatomy, json: bool) -> None:
     table(("parameter", "role", "shape"), rows, f"\n{len(anatomy.roles)} weights can be pruned")
     say(f"scopes: {', '.join(facts['scopes'])}; default {facts['default_scope']}")
     if anatomy.untrained:
-        say(f"after the last block, out of reach of the alignment: {listed(list(anatomy.untrained))}")
+        say(f"after the last block, out of its reach: {listed(list(anatomy.untrained))}")
 
 
 def _show_stages(stages: dict[str, tuple[Any, str]], json: bool) -> None:

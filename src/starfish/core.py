@@ -52,14 +52,14 @@ class Images(Protocol):
 
 
 class Targets(Protocol):
-    """What the dense model answers for each image: its blocks' outputs and its logits."""
+    """What the dense model answers for each image: the outputs of its modules and its logits."""
 
-    def prepare(self, *, blocks: bool, logits: bool, precision: str) -> Iterator[Row]:
+    def prepare(self, *, modules: Sequence[str], logits: bool, precision: str) -> Iterator[Row]:
         """Make ready what will be read; yields stage rows."""
         ...
 
     def read(self, indices: Sequence[int], inputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Block outputs as x_BPC (image, position, channel) by name, and logits, each only if prepared."""
+        """Outputs as x_BPC (image, position, channel) by module, and logits, each only if prepared."""
         ...
 
 
@@ -95,10 +95,13 @@ class Anatomy:
     """All that is known about an architecture, found by looking at the module."""
 
     blocks: tuple[str, ...]  # modules whose outputs are aligned, in the order in which they run
-    layouts: dict[str, Layout]  # of each block's output
-    roles: dict[str, str]  # prunable parameter → q k v qkv out mlp_in mlp_out conv depthwise head other
+    layouts: dict[str, Layout]  # of the outputs of blocks and tail
+    roles: dict[str, str]  # prunable parameter → q k v kv qkv out mlp_in mlp_out conv depthwise head other
     units: tuple[Unit, ...]
-    untrained: tuple[str, ...]  # prunable parameters that no block's output depends on: alignment cannot train them
+    untrained: tuple[
+        str, ...
+    ]  # prunable parameters that no block's output depends on: aligning blocks cannot train them
+    tail: dict[str, str]  # of these, the ones in modules that run: parameter → module
 
 
 @dataclass(frozen=True)

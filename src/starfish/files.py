@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,7 +88,9 @@ def read_object(path: Path, *, allow_pickle: bool = False) -> Any:
     if not path.is_file():
         raise UserError(f"there is no file `{path}`")
     try:
-        return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # we say what is wrong with the file
+            return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
         if not (zipfile.is_zipfile(path) or _starts_like_pickle(path)):
             raise _unreadable(path, error) from None
@@ -95,8 +98,8 @@ def read_object(path: Path, *, allow_pickle: bool = False) -> Any:
             f"`{path}` holds pickled Python objects, which run code when they are read",
             "if you trust where it comes from, pass --allow-pickle; better, save its state dict as safetensors",
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, AttributeError, ImportError, KeyError) as error:
-        raise _unreadable(path, error) from None
+    except Exception as error:  # a file of another kind makes an unpickler stumble in any way
+        raise _unreadable(path, error) from error
 
 
 def _starts_like_pickle(path: Path) -> bool:

@@ -28,17 +28,17 @@ class DenseTargets:
     images: Images
     where: str = "auto"  # memory, recompute, or auto: memory if it fits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _wanted: tuple[bool, bool, str] = (False, False, "fp32")
+    _wanted: tuple[tuple[str, ...], bool, str] = ((), False, "fp32")
     _ready: bool = False  # not so while `prepare` is under way, or when it was closed before its end
-    _blocks: dict[str, Tensor] = field(default_factory=dict)
+    _outputs: dict[str, Tensor] = field(default_factory=dict)
     _logits: Tensor | None = None
 
-    def prepare(self, *, blocks: bool, logits: bool, precision: str) -> Iterator[Row]:
-        if self._ready and self._wanted == (blocks, logits, precision):
+    def prepare(self, *, modules: Sequence[str], logits: bool, precision: str) -> Iterator[Row]:
+        if self._ready and self._wanted == (tuple(modules), logits, precision):
             return
-        self._wanted, self._blocks, self._logits = (blocks, logits, precision), {}, None
+        self._wanted, self._outputs, self._logits = (tuple(modules), logits, precision), {}, None
         self._ready = False
-        if blocks or logits:
+        if modules or logits:
             yield from self._fill()
         self._ready = True
 
@@ -59,16 +59,15 @@ class DenseTargets:
         if self.where == "recompute":
             return self._compute(inputs)
         rows = torch.as_tensor(indices, dtype=torch.long)
-        blocks = {name: to_device(stored[rows], self.device) for name, stored in self._blocks.items()}
-        return blocks, None if self._logits is None else to_device(self._logits[rows], self.device)
+        outputs = {name: to_device(stored[rows], self.device) for name, stored in self._outputs.items()}
+        return outputs, None if self._logits is None else to_device(self._logits[rows], self.device)
 
     def _input(self, indices: Sequence[int]) -> Any:
         return to_device(self.images.batch(indices), self.device)
 
     @torch.no_grad()
     def _compute(self, inputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
-        blocks, with_logits, precision = self._wanted
-        names = self.anatomy.blocks if blocks else ()
+        names, with_logits, precision = self._wanted
         with Recorder(self.dense, names) as recorder, autocast(self.device, precision):
             answer = logits(self.dense, inputs)
             outputs = recorder.take()
@@ -76,17 +75,17 @@ class DenseTargets:
         return flat, answer if with_logits else None
 
     def _bytes(self, answer: tuple[dict[str, Tensor], Tensor | None], images: int) -> int:
-        numbers = sum(block.numel() for block in answer[0].values())
+        numbers = sum(output.numel() for output in answer[0].values())
         return numbers * 2 * len(self.images) // images
 
-    def _keep(self, indices: Sequence[int], blocks: dict[str, Tensor], answer: Tensor | None) -> None:
+    def _keep(self, indices: Sequence[int], outputs: dict[str, Tensor], answer: Tensor | None) -> None:
         size = len(self.images)
-        for name, x_BPC in blocks.items():
-            if name not in self._blocks:
-                self._blocks[name] = torch.empty(size, *x_BPC.shape[1:], dtype=torch.float16)
-            if self._blocks[name].dtype == torch.float16 and float(x_BPC.abs().max()) > HALF_LIMIT:
-                self._blocks[name] = self._blocks[name].float()
-            self._blocks[name][indices[0] : indices[-1] + 1] = x_BPC.to("cpu")
+        for name, x_BPC in outputs.items():
+            if name not in self._outputs:
+                self._outputs[name] = torch.empty(size, *x_BPC.shape[1:], dtype=torch.float16)
+            if self._outputs[name].dtype == torch.float16 and float(x_BPC.abs().max()) > HALF_LIMIT:
+                self._outputs[name] = self._outputs[name].float()
+            self._outputs[name][indices[0] : indices[-1] + 1] = x_BPC.to("cpu")
         if answer is not None:
             if self._logits is None:
                 self._logits = torch.empty(size, answer.shape[-1])

@@ -13,7 +13,7 @@ from torch import nn
 
 from starfish.anatomy.blocks import find_blocks, matching
 from starfish.anatomy.layers import layers_of
-from starfish.anatomy.look import look
+from starfish.anatomy.look import look, outer_layouts
 from starfish.anatomy.roles import ROTARY, inside_blocks, roles_of, units_of
 from starfish.core import Anatomy
 from starfish.errors import UserError, listed
@@ -51,10 +51,13 @@ def find(model: nn.Module, inputs: Any, *, blocks: str | None = None) -> Anatomy
     found = inside_blocks(net, layers, run.widths)
     roles = roles_of(layers, found, run)
     rotary = any(ROTARY.search(f"{name} {type(module).__name__}") for name, module in net.named_modules())
+    untrained = [name for name in roles if name not in run.aligned_reach]
+    outer = outer_layouts(net, inputs, [layer.path for layer in layers if layer.parameter in untrained])
     return Anatomy(
         blocks=tuple(run.layouts),
-        layouts=run.layouts,
+        layouts=run.layouts | outer,
         roles=roles,
         units=tuple(unit for block in found for unit in units_of(block, rotary)),
-        untrained=tuple(name for name in roles if name not in run.aligned_reach),
+        untrained=tuple(untrained),
+        tail={layer.parameter: layer.path for layer in layers if layer.parameter in untrained and layer.path in outer},
     )

@@ -49,6 +49,18 @@ def _run(net: nn.Module, inputs: Any, aligned: list[str], found: list[str]) -> R
     return Run({name: layouts[name] for name in order if name in aligned}, widths, classes, *reach)
 
 
+def outer_layouts(net: nn.Module, inputs: Any, names: list[str]) -> dict[str, Layout]:
+    """Layouts of single layers outside the blocks: of those that run, and whose output starts with a tensor."""
+    if not names:
+        return {}
+    shapes = []
+    with _evaluating(net), torch.no_grad(), activations.Recorder(net, names) as recorder:
+        for count in (1, 2):
+            activations.call(net, _first(inputs, count))
+            shapes.append({name: output.shape for name, output in recorder.take(recorder.fired).items()})
+    return {name: _layout(name, net.get_submodule(name), shape, shapes[1][name]) for name, shape in shapes[0].items()}
+
+
 @contextmanager
 def _evaluating(net: nn.Module) -> Iterator[None]:
     training = {module: module.training for module in net.modules()}

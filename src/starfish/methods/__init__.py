@@ -18,7 +18,15 @@ METHODS: dict[str, Method] = {
 RECIPES: dict[str, dict[str, object]] = {
     "default": {},
     # The paper's text and, where it is silent, its authors' code: fp32, batch statistics in BatchNorm.
-    "paper": {"lr": 6e-4, "min_lr": 1e-6, "epochs": 10, "optimizer": "adamw", "precision": "fp32", "bn": "train"},
+    "paper": {
+        "lr": 6e-4,
+        "min_lr": 1e-6,
+        "epochs": 10,
+        "optimizer": "adamw",
+        "precision": "fp32",
+        "bn": "train",
+        "tail": False,
+    },
 }
 
 

@@ -50,6 +50,7 @@ class Starfish(Method):
     bn: str = "auto"  # freeze, adapt, train, train+adapt
     train_v: bool = True  # false: the V rows of a fused qkv weight stay as they are where the mask keeps them all
     temperature: float = 1.0  # of the KL divergence
+    tail: bool = True  # also align the outputs of pruned layers after the last block, which nothing else would train
 
     def needs(self) -> frozenset[str]:
         return frozenset({"labels"} if self.objective == "ce" else ())
@@ -83,11 +84,12 @@ class Starfish(Method):
     def fit(self, job: Job) -> Iterator[Row]:
         aligned = self.objective in {"cosine", "mse", "relative_mse", "cosine+kl"}
         with_logits = self.objective in {"kl", "cosine+kl"}
-        yield from job.targets.prepare(blocks=aligned, logits=with_logits, precision=self.precision)
+        tail = [module for name, module in job.anatomy.tail.items() if self.tail and name in job.masks]
+        names = (*job.anatomy.blocks, *tail) if aligned else ()
+        yield from job.targets.prepare(modules=names, logits=with_logits, precision=self.precision)
         device = next(job.model.parameters()).device
         weights = {name: job.model.get_parameter(name) for name in job.masks}
         trainable = _trainable(job, self.train_v)
-        names = job.anatomy.blocks if aligned else ()
 
         if "step" not in job.state and "adapt" in self.bn:
             yield from reestimate_(job.model, job.images)
