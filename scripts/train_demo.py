@@ -172,9 +172,8 @@ def learning_rate(step: int, steps: int, warmup: int) -> float:
 def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int) -> None:
     """Train in place with AdamW; biases, norms and embeddings are not decayed."""
     padded = nn.functional.pad(images, (PAD, PAD, PAD, PAD))
-    decayed = [
-        p for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n and "token" not in n
-    ]
+    named = list(model.named_parameters())
+    decayed = [p for n, p in named if p.ndim >= 2 and "embed" not in n and "token" not in n]
     kept = {id(p) for p in decayed}
     others = [p for p in model.parameters() if id(p) not in kept]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -236,14 +235,10 @@ def save_weights(model: nn.Module, out: Path, dtype: torch.dtype) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with the four idx files of Fashion-MNIST"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with the four idx files")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     default = Path(__file__).resolve().parents[1] / "src" / "starfish" / "demo"
-    parser.add_argument(
-        "--out", type=Path, default=default, help="folder to write (default: src/starfish/demo)"
-    )
+    parser.add_argument("--out", type=Path, default=default, help="default: src/starfish/demo")
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ def test_a_given_device_is_obeyed_and_auto_is_usable() -> None:
     assert float(torch.ones(2, device=choose_device()).sum()) == 2
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:99", "", "cpu:x", "xla", "hpu"])
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "", "cpu:x", "xla", "hpu", "meta"])
 def test_another_device_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=f"the device `{name}` cannot be used"):
         choose_device(name)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODELS, tiny_vit
 from torch import Tensor, nn
 
+from cases import MODELS, tiny_vit
 from starfish import evaluate
 from starfish.anatomy import find
 from starfish.core import finish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_masks_for_growing_sparsity_are_nested(
     per: Literal["layer", "global", "row"], vit: tuple[nn.Module, Anatomy]
 ) -> None:
     chosen = [Magnitude(sparsity, per=per).choose(*vit) for sparsity in (0.2, 0.5, 0.51, 0.9)]
-    for fewer, more in zip(chosen, chosen[1:], strict=False):
+    for fewer, more in pairwise(chosen):
         assert all(bool((fewer[name] | ~more[name]).all()) for name in fewer)
         assert any(not torch.equal(fewer[name], more[name]) for name in fewer)
 
@@ -196,7 +197,7 @@ def test_a_pattern_that_is_none_is_refused(pattern: str, vit: tuple[nn.Module, A
 
 
 def test_a_sparsity_beside_a_pattern_is_not_dropped_in_silence(vit: tuple[nn.Module, Anatomy]) -> None:
-    with pytest.raises(UserError, match="2:4 removes 0.5"):
+    with pytest.raises(UserError, match=r"2:4 removes 0\.5"):
         Magnitude(0.9, pattern="2:4").choose(*vit)
     assert Magnitude(0.75, pattern="1:4").choose(*vit)
     assert Magnitude(0.333333, pattern="2:3").choose(*vit)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODELS, tiny_vit
 from torch import Tensor, nn
 
+from cases import MODELS, tiny_vit
 from starfish import targets as targets_module
 from starfish.anatomy import find
 from starfish.data import as_images
@@ -24,7 +24,7 @@ def targets(model: nn.Module, images: Tensor, where: str) -> DenseTargets:
 
 def prepared(model: nn.Module, images: Tensor, where: str, **wanted: Any) -> DenseTargets:
     made = targets(model, images, where)
-    list(made.prepare(**{"blocks": True, "logits": True, "precision": "fp32", **wanted}))
+    list(made.prepare(**{"modules": made.anatomy.blocks, "logits": True, "precision": "fp32", **wanted}))
     return made
 
 
@@ -80,11 +80,13 @@ def test_the_targets_are_the_dense_models_blocks_and_logits(images: Tensor) -> N
 
 
 @pytest.mark.parametrize("where", ["memory", "recompute"])
-@pytest.mark.parametrize(("blocks", "logits"), [(True, False), (False, True), (False, False)])
-def test_only_what_was_asked_for_is_given(where: str, blocks: bool, logits: bool, images: Tensor) -> None:
-    made = prepared(tiny_vit(), images, where, blocks=blocks, logits=logits)
+@pytest.mark.parametrize(
+    ("modules", "logits"), [(["blocks.1", "blocks.0"], False), (["blocks.1"], False), ([], True), ([], False)]
+)
+def test_only_what_was_asked_for_is_given(where: str, modules: list[str], logits: bool, images: Tensor) -> None:
+    made = prepared(tiny_vit(), images, where, modules=modules, logits=logits)
     found = made.read(INDICES, images[INDICES])
-    assert list(found[0]) == (["blocks.0", "blocks.1"] if blocks else [])
+    assert list(found[0]) == modules
     assert (found[1] is not None) == logits
 
 
@@ -122,12 +124,12 @@ def test_a_block_within_float16_takes_two_bytes_a_number(images: Tensor) -> None
 def test_preparing_again_for_the_same_is_no_work(where: str, images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     made = prepared(tiny_vit(), images, where)
     monkeypatch.setattr(made, "_compute", None)  # calling it would fail
-    assert list(made.prepare(blocks=True, logits=True, precision="fp32")) == []
+    assert list(made.prepare(modules=made.anatomy.blocks, logits=True, precision="fp32")) == []
 
 
 def test_preparing_for_something_else_starts_anew(images: Tensor) -> None:
     made = prepared(tiny_vit(), images, "memory", logits=False)
-    rows = list(made.prepare(blocks=False, logits=True, precision="fp32"))
+    rows = list(made.prepare(modules=(), logits=True, precision="fp32"))
     assert [row["done"] for row in rows] == [5, 10, 12]
     assert all(row["stage"] == "targets" and row["total"] == 12 for row in rows)
     blocks, answers = made.read(INDICES, None)
@@ -139,10 +141,10 @@ def test_a_preparation_that_was_closed_is_done_again(images: Tensor) -> None:
     """Otherwise the next method would read memory that was never filled."""
     model = tiny_vit()
     made = targets(model, images, "memory")
-    work = made.prepare(blocks=True, logits=True, precision="fp32")
+    work = made.prepare(modules=made.anatomy.blocks, logits=True, precision="fp32")
     next(work)
     work.close()  # type: ignore[attr-defined]
-    assert len(list(made.prepare(blocks=True, logits=True, precision="fp32"))) == 3
+    assert len(list(made.prepare(modules=made.anatomy.blocks, logits=True, precision="fp32"))) == 3
     expected = prepared(model, images, "memory").read([11], None)[0]
     assert all(torch.equal(block, expected[name]) for name, block in made.read([11], None)[0].items())
 

@@ -65,8 +65,9 @@ def _front_matter(config: dict[str, Any]) -> list[str]:
 
 def _measured_on(result: dict[str, Any]) -> str:
     evaluation, error = result["evaluation"], result["accuracy_standard_error"]["healed"]
-    what = "images that the healing did not see" if evaluation["held_out"] else "the healing images themselves"
-    text = f"Measured on {evaluation['images']} {what}"
+    count = evaluation["images"]
+    what = f"{count} images that the healing did not see" if evaluation["held_out"] else f"the {count} healing images"
+    text = f"Measured on {what}"
     return (
         f"{text}; one standard error of an accuracy is about {error:.1f} points." if error is not None else f"{text}."
     )

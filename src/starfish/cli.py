@@ -158,7 +158,7 @@ def heal(
     from copy import deepcopy
 
     from starfish.data import digest_of
-    from starfish.heal import digest, healing_, job_of
+    from starfish.heal import check_method, digest, healing_, job_of
     from starfish.masks import digest as digest_of_masks
     from starfish.methods import METHODS, RECIPES
     from starfish.runs import Run
@@ -192,11 +192,12 @@ def heal(
         },
         "command": _command_line(),
     }
+    settled = check_method(stages[method], job)
     run = Run.open(output, {**loaded.config, "starfish": facts}, resume=resume)
     result = run.result
     if result is None:
         _warn(job, held_out)
-        result = watch(healing_(job, stages[method], held_out, run)).facts()
+        result = watch(healing_(job, settled, held_out, run)).facts()
     if json:
         emit(result)
         return
@@ -396,22 +397,15 @@ def _load(
     model: str, checkpoint: Path | None, allow_pickle: bool, device: str, stages: dict[str, Any], sets: list[str] | None
 ) -> tuple[Loaded, dict[str, Any]]:
     """The model on its device, and the stages of the command (its preprocessing one of them) with their settings."""
+    from starfish.data import Preprocess
     from starfish.devices import choose_device
     from starfish.models import load
     from starfish.settings import settle
 
-    settle(stages, [text for text in sets or [] if not _is_preprocessing(text)])  # refuse before the costly part
+    settle({**stages, "preprocess": Preprocess()}, sets or [])  # refuse before the costly part
     loaded = load(model, checkpoint=checkpoint, allow_pickle=allow_pickle)
     loaded.model.to(choose_device(device))
     return loaded, settle({**stages, "preprocess": loaded.preprocess}, sets or [])
-
-
-def _is_preprocessing(assignment: str) -> bool:
-    from starfish.data import Preprocess
-    from starfish.settings import names_of
-
-    key = assignment.partition("=")[0]
-    return key.startswith("preprocess.") or key in names_of(Preprocess())
 
 
 def _pictures(source: str, preprocess: Preprocess, loaded: Loaded, *, role: Literal["calib", "eval"] = "calib",
@@ -464,7 +458,7 @@ def _healing_images(
     if evaluation is not None:
         pictures = _pictures(images, preprocess, loaded, limit=limit, seed=seed)
         return pictures, _pictures(evaluation, preprocess, loaded, role="eval", seed=seed)
-    wanted = None if limit is None else limit + MOST_HELD_OUT
+    wanted = limit + MOST_HELD_OUT if limit and limit > 0 else limit
     pictures = _pictures(images, preprocess, loaded, limit=wanted, seed=seed)
     spare = 0 if limit is None else len(pictures) - limit
     size = spare if spare > 0 else min(MOST_HELD_OUT, len(pictures) // 10)

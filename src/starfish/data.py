@@ -53,7 +53,10 @@ class Preprocess:
 
     def pixels(self, picture: Image.Image) -> Tensor:
         """Resized and cropped, as uint8 x_CHW."""
-        picture = ImageOps.exif_transpose(picture).convert("L" if len(self.mean) == 1 else "RGB")
+        picture = ImageOps.exif_transpose(picture)
+        if picture.mode.startswith("I"):  # 16 bits a pixel, which `convert` would clip to white
+            picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
+        picture = picture.convert("L" if len(self.mean) == 1 else "RGB")
         resize, crop = self.resize or 256, self.crop or 224
         size = [resize, resize] if self.mode == "squash" else [resize]
         picture = F.resize(picture, size, interpolation=InterpolationMode(self.interpolation))
@@ -339,7 +342,7 @@ def _arrays(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"there is no file `{path}`")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
             return {name: torch.from_numpy(array) for name, array in arrays.items() if array.dtype.kind in "biuf"}
     except (OSError, ValueError, EOFError, KeyError, TypeError) as error:

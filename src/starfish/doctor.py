@@ -95,9 +95,12 @@ def _device() -> Finding:
 
 
 def _precision() -> Finding:
-    from starfish.devices import choose_device, choose_precision
+    from starfish.devices import choose_device
 
-    return Finding("precision", True, f"{choose_precision('auto', choose_device())} is faster here")
+    torch = import_module("torch")
+    device = choose_device()
+    supported = device.type != "cuda" or torch.cuda.is_bf16_supported()
+    return Finding("precision", True, "fp32, and bf16 where a probe finds it faster" if supported else "fp32")
 
 
 def _memory() -> Finding:

@@ -64,8 +64,7 @@ def job_of(
 def healing_(job: Job, method: Method, evaluation: Images, run: Run | None = None) -> Long[Result]:
     """`heal_`, row by row. Closing the generator between two rows saves what `run` needs to resume."""
     start = time.monotonic()
-    check_needs(method, job)
-    method = _settled(method, job, run)
+    method = _settled(check_method(method, job), run)
     proof = _Proof(job, method.also_changes(job.model))
     dense_BK = yield from evaluate.predict(job.dense, evaluation, "dense")
     before = yield from _before(job, dense_BK, evaluation, run)
@@ -114,8 +113,8 @@ def healing_(job: Job, method: Method, evaluation: Images, run: Run | None = Non
     return result
 
 
-def check_needs(method: Method, job: Job) -> None:
-    """Refuse before anything is spent."""
+def check_method(method: Method, job: Job) -> Method:
+    """The method with every open setting made concrete; refused where a setting or what it needs is missing."""
     needs = method.needs()
     if "labels" in needs and job.images.labels is None:
         raise UserError(
@@ -124,14 +123,14 @@ def check_needs(method: Method, job: Job) -> None:
         )
     if "batchnorm" in needs and not batchnorms(job.model):
         raise UserError(f"the method `{name_of(method)}` needs BatchNorm layers and the model has none")
+    return method.settle(job)
 
 
-def _settled(method: Method, job: Job, run: Run | None) -> Method:
-    """Open settings made concrete, once for the whole life of a run."""
+def _settled(method: Method, run: Run | None) -> Method:
+    """What was settled when the run began holds for its whole life."""
     noted = run.noted("method") if run else None
     if noted is not None:
         return replace(method, **noted)  # type: ignore[type-var]  # every method is a dataclass
-    method = method.settle(job)
     if run is not None:
         run.note("method", asdict(method))  # type: ignore[call-overload]
     return method

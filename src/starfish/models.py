@@ -181,16 +181,17 @@ def _timm(full: str, name: str, arguments: dict[str, Any], pretrained: bool) -> 
         raise UserError(f"timm has no model `{name}`", hint)
     with _building(full, pretrained):
         model = timm.create_model(name, pretrained=pretrained or local, **arguments)
-    facts = timm.data.resolve_model_data_config(model)
-    pretrained_cfg = {
-        k: v for k, v in dict(model.pretrained_cfg).items() if _is_plain(v) and k not in {"file", "source"}
-    }
     stored = read_json(Path(name.removeprefix("local-dir:"), "config.json")) if local else {}
+    arguments = {**stored.get("model_args", {}), **arguments}
+    resized = {"img_size": arguments["img_size"]} if "img_size" in arguments else {}  # which timm's config overlooks
+    facts = timm.data.resolve_model_data_config(model, args=resized)
+    kept = {k: v for k, v in dict(model.pretrained_cfg).items() if _is_plain(v) and k not in {"file", "source"}}
+    pretrained_cfg = {**kept, "input_size": list(facts["input_size"])}
     config = {
         "architecture": stored.get("architecture", pretrained_cfg.get("architecture") or name.split(".")[0]),
         "num_classes": model.num_classes,
         "num_features": model.num_features,
-        "model_args": {**stored.get("model_args", {}), **arguments},
+        "model_args": arguments,
         "pretrained_cfg": pretrained_cfg,
     }
     return Loaded(full, model, _timm_preprocess(facts), config)

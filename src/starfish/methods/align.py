@@ -28,6 +28,7 @@ OBJECTIVES = {
     "cosine+kl": "half the block alignment and half the KL divergence",
 }
 OPTIMIZERS = ("adamw", "adam", "sgd")
+PROBE = 8  # images of the step that decides on the precision
 BATCHNORM_POLICIES = ("freeze", "adapt", "train", "train+adapt")
 
 
@@ -61,14 +62,17 @@ class Starfish(Method):
     def settle(self, job: Job) -> Starfish:
         self._check()
         attention = any(role in {"qkv", "q", "out"} for role in job.anatomy.roles.values())
-        device = next(job.model.parameters()).device
         norms = batchnorms(job.model)
+        probe = to_device(
+            job.images.batch(list(range(min(PROBE, len(job.images))))), next(job.model.parameters()).device
+        )
+        weights = [job.model.get_parameter(name) for name in job.masks]
         bn = ("freeze" if not norms or are_folded(norms) else DEFAULT_BATCHNORM) if self.bn == "auto" else self.bn
         return replace(
             self,
             batch_size=self.batch_size or (32 if attention else 64),
             granularity=("token" if attention else "sample") if self.granularity == "auto" else self.granularity,
-            precision=choose_precision(self.precision, device),
+            precision=choose_precision(self.precision, job.model.eval(), probe, weights),
             bn=bn,
         )
 

@@ -1,0 +1,115 @@
+"""The model card says what was done and how to load it, and nothing about the machine it was done on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from starfish.card import model_card
+from test_tables import result
+
+LABELLED = {
+    **result(labels=True),
+    "sparsity": 0.6125,
+    "method": "starfish",
+    "images": 1000,
+    "seed": 7,
+    "seconds": {"total": 123.4},
+    "peak_rss_mb": 2048.3,
+    "settings": {"lr": 0.0006, "epochs": 10},
+    "versions": {"python": "3.11.9", "starfish-heal": "0.1.0", "torch": "2.15.0"},
+    "evaluation": {"images": 500, "labels": True, "held_out": True},
+    "accuracy_standard_error": {"dense": 2.0, "pruned": 0.8, "healed": 2.1},
+}
+UNLABELLED = {
+    **LABELLED,
+    **result(labels=False),
+    "evaluation": {"images": 500, "labels": False, "held_out": False},
+    "accuracy_standard_error": {"dense": None, "pruned": None, "healed": None},
+}
+TIMM = {"architecture": "deit_tiny_patch16_224", "model_args": {}}
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "timm/deit_tiny_patch16_224": (TIMM, "timm"),
+    "deit_tiny_patch16_224": (TIMM, "timm"),
+    "timm/mobilenetv1_100?pad_type=same": (TIMM, "timm"),
+    "hf-hub:timm/some": (TIMM, "timm"),
+    "local-dir:/home/someone/secret/folder": (TIMM, "timm"),
+    "torchvision/vit_b_16@IMAGENET1K_V1": ({}, "pytorch"),
+    "hf/google/vit-base-patch16-224": ({"model_type": "vit"}, "transformers"),
+    "hf//home/someone/secret/folder": ({"model_type": "vit"}, "transformers"),
+    "mine.models:build?depth=3": ({}, "pytorch"),
+}
+
+
+def card(name: str, figures: dict[str, Any] = LABELLED, **facts: Any) -> str:
+    return model_card(figures, {**CONFIGS[name][0], "starfish": {"model": name, **facts}})
+
+
+def test_model_method_images_and_figures_are_named() -> None:
+    text = card("timm/deit_tiny_patch16_224")
+    for part in (
+        "# timm/deit_tiny_patch16_224, pruned and healed",
+        "61.3 % of the weights under the masks are zero",
+        "`starfish` on 1000 unlabeled images by starfish 0.1.0",
+        "| top-1, % | 72.12 | 3.00 | 66.67 |",
+        "| block cosine to dense | 1.0000 | 0.3000 | 0.9877 |",
+        "Measured on 500 images that the healing did not see; one standard error of an accuracy is about 2.1 points.",
+        "Seed 7, 123 s, 2048 MB",
+        "lr 0.0006, epochs 10",
+        "torch 2.15.0",
+    ):
+        assert part in text, part
+
+
+def test_without_labels_no_accuracy_is_claimed() -> None:
+    text = card("timm/deit_tiny_patch16_224", UNLABELLED)
+    assert "top-1" not in text
+    assert "None" not in text
+    assert "same answer as dense" in text
+    assert "Measured on the 500 healing images." in text
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_front_matter_is_yaml_that_names_the_library(name: str) -> None:
+    start, front, body = card(name).split("---\n", 2)
+    assert start == ""
+    assert yaml.safe_load(front) == {"library_name": CONFIGS[name][1], "tags": ["pruning", "starfish"]}
+    assert body.startswith("\n# ")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("figures", [LABELLED, UNLABELLED])
+def test_no_path_of_the_machine_is_told(name: str, figures: dict[str, Any]) -> None:
+    text = card(name, figures, images="/home/someone/pictures", eval="/home/someone/eval", checkpoint="/data/w.pt")
+    for part in ("/home", "/data", "someone", "secret", "pictures"):
+        assert part not in text
+    assert name.rpartition("/")[2] in text
+
+
+def test_the_command_is_given_as_it_was_typed() -> None:
+    command = ["heal", "timm/x", "--images", "/home/me/my pictures", "-o", "run"]
+    text = card("timm/deit_tiny_patch16_224", command=command)
+    assert "starfish heal timm/x --images '/home/me/my pictures' -o run" in text
+    assert "starfish heal" not in card("timm/deit_tiny_patch16_224")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("hf-hub:timm/some", 'timm.create_model("local-dir:RUN", pretrained=True)'),
+        ("local-dir:/home/someone/secret/folder", 'timm.create_model("local-dir:RUN", pretrained=True)'),
+        ("torchvision/vit_b_16@IMAGENET1K_V1", 'starfish.load("RUN").model'),
+        ("mine.models:build?depth=3", 'starfish.load("RUN").model'),
+    ],
+)
+def test_the_way_to_load_fits_the_model(name: str, line: str) -> None:
+    assert line in card(name)
+
+
+def test_a_model_of_ones_own_is_loaded_by_its_state_dict() -> None:
+    text = model_card(LABELLED, {"starfish": {"seed": 1}})
+    assert "# a model of your own, pruned and healed" in text
+    assert 'load_file("RUN/model.safetensors")' in text
+    assert "library_name: pytorch" in text

@@ -1,0 +1,267 @@
+"""The command line end to end, in this process: what is printed, what is written, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from cases import tiny_vit
+from starfish import cli
+
+MODEL = "timm/vit_tiny_patch16_224?img_size=32&patch_size=8&embed_dim=24&depth=2&num_heads=3&num_classes=5"
+QUICK = ["--set", "epochs=2", "--set", "batch_size=8", "--set", "precision=fp32"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a checkpoint, 30 images and 10 labelled ones by class."""
+    monkeypatch.chdir(tmp_path)
+    save_file(tiny_vit().state_dict(), tmp_path / "dense.safetensors")
+    noise = np.random.default_rng(0)
+    for place in range(30):
+        picture(noise, tmp_path / "photos" / f"{place}.png")
+    for place in range(10):
+        picture(noise, tmp_path / "labelled" / f"class{place % 5}" / f"{place}.png")
+    return tmp_path
+
+
+def picture(noise: np.random.Generator, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(noise.integers(0, 255, (40, 36, 3), dtype=np.uint8)).save(path)
+
+
+def starfish(*words: str) -> int:
+    """Run a command as a shell would; its exit code."""
+    before = sys.argv
+    sys.argv = ["starfish", *words]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """The one JSON object of a command that must succeed."""
+    capsys.readouterr()
+    assert starfish(*words, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def pruned(capsys: pytest.CaptureFixture[str], *more: str) -> Any:
+    return answer(capsys, "prune", MODEL, "--checkpoint", "dense.safetensors", "-o", "masks.safetensors", *more)
+
+
+HEAL = ["heal", MODEL, "--checkpoint", "dense.safetensors", "--images", "photos", *QUICK]
+
+
+def test_prune_heal_evaluate(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The README's way, with numbers that agree from one command to the next."""
+    facts = pruned(capsys, "--sparsity", "0.6", "--scope", "qkv+out+mlp")
+    assert facts["sparsity"] == pytest.approx(0.6, abs=1e-3)
+    result = answer(capsys, *HEAL, "--masks", "masks.safetensors", "--eval", "labelled", "-o", "run", "--limit", "20")
+    assert result["images"] == 20
+    assert result["mask_intact"] is True
+    assert result["accuracy"]["healed"] is not None
+    assert json.loads((here / "run" / "result.json").read_text()) == result
+    again = answer(capsys, "evaluate", "run", "--eval", "labelled", "--dense", MODEL, "--dense-checkpoint",
+                   "dense.safetensors")  # fmt: skip
+    assert again["accuracy"] == result["accuracy"]["healed"]
+    assert again["fidelity"]["kl"] == pytest.approx(result["fidelity"]["kl"]["healed"], abs=1e-6)
+    assert again["nonzero"] < again["parameters"]
+    dense = answer(capsys, "evaluate", MODEL, "--checkpoint", "dense.safetensors", "--eval", "labelled")
+    assert dense["accuracy"] == result["accuracy"]["dense"]
+
+
+def test_tables_without_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures on stdout, talk on stderr; images are held out where there is no --eval."""
+    pruned(capsys)
+    assert starfish(*HEAL, "--masks", "masks.safetensors", "-o", "run") == 0
+    captured = capsys.readouterr()
+    assert re.search(r"KL from dense +0\.0000 +\d", captured.out)
+    assert "3 of the images are held out" in captured.err
+    assert "heal 8/8" in captured.err
+    result = json.loads((here / "run" / "result.json").read_text())
+    assert (result["images"], result["evaluation"]["images"]) == (27, 3)
+    assert result["accuracy"] == {"dense": None, "pruned": None, "healed": None}
+
+
+def test_a_pruned_checkpoint_is_healed_from_its_own_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--pruned: zeros are the mask, other weights the start; biases that the pruner changed stay changed."""
+    weights = load_file("dense.safetensors")
+    weights["blocks.0.mlp.fc1.weight"][::2] = 0
+    weights["blocks.0.mlp.fc1.bias"] += 1
+    save_file(weights, "pruned.safetensors")
+    answer(capsys, *HEAL, "--pruned", "pruned.safetensors", "-o", "run")
+    healed, masks = load_file("run/model.safetensors"), load_file("run/masks.safetensors")
+    assert list(masks) == ["blocks.0.mlp.fc1.weight"]
+    assert not healed["blocks.0.mlp.fc1.weight"][::2].any()
+    assert torch.equal(healed["blocks.0.mlp.fc1.bias"], weights["blocks.0.mlp.fc1.bias"])
+    pruned(capsys)
+    assert starfish(*HEAL, "--pruned", "masks.safetensors", "-o", "other") == 2
+
+
+def test_resume_and_refusal_to_overwrite(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command again is refused; with --resume a finished run answers at once, another one is refused."""
+    pruned(capsys)
+    words = [*HEAL, "--masks", "masks.safetensors", "-o", "run"]
+    result = answer(capsys, *words)
+    assert starfish(*words) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert answer(capsys, *words, "--resume") == result
+    assert starfish(*words, "--resume", "--set", "lr=1e-5") == 2
+    assert "`settings` was" in capsys.readouterr().err
+
+
+def test_inspect_a_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks, layouts, roles, scopes."""
+    facts = answer(capsys, "inspect", MODEL, "--checkpoint", "dense.safetensors")
+    assert facts["blocks"] == ["blocks.0", "blocks.1"]
+    assert facts["roles"]["blocks.0.attn.qkv.weight"] == "qkv"
+    assert facts["default_scope"] == "qkv+out+mlp"
+    assert "qk" in facts["scopes"]
+    assert starfish("inspect", MODEL, "--checkpoint", "dense.safetensors") == 0
+    assert "2 blocks are aligned" in capsys.readouterr().out
+
+
+def test_inspect_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Container, pattern, sparsity of each layer, with the model or without."""
+    pruned(capsys, "--pattern", "2:4")
+    for model in ([], ["--model", MODEL, "--checkpoint", "dense.safetensors"]):
+        facts = answer(capsys, "inspect", "masks.safetensors", *model)
+        assert (facts["container"], facts["pattern"], facts["sparsity"]) == ("starfish", "2:4", 0.5)
+        assert len(facts["layers"]) == 8
+    assert starfish("inspect", "masks.safetensors") == 0
+    assert "2:4" in capsys.readouterr().out
+
+
+def test_a_model_of_the_users_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """package.module:factory, with images in a tensor file."""
+    tests = Path(__file__).parent
+    (here / "mine.py").write_text(f"import sys\nsys.path.insert(0, {str(tests)!r})\nfrom cases import cifar_resnet20\n")
+    noise = np.random.default_rng(0)
+    np.savez(here / "images.npz", calib=noise.integers(0, 255, (24, 32, 32, 3), dtype=np.uint8),
+             eval=noise.integers(0, 255, (10, 32, 32, 3), dtype=np.uint8), eval_labels=np.arange(10))  # fmt: skip
+    facts = answer(capsys, "prune", "mine:cifar_resnet20", "--sparsity", "0.7", "-o", "m.safetensors")
+    assert {layer["role"] for layer in facts["layers"]} == {"conv", "head"}
+    # the factory draws new weights each time: heal the very ones that were pruned
+    from cases import cifar_resnet20
+
+    save_file(cifar_resnet20().state_dict(), "net.safetensors")
+    result = answer(capsys, "heal", "mine:cifar_resnet20", "--checkpoint", "net.safetensors", "--masks",
+                    "m.safetensors", "--images", "images.npz", "--eval", "images.npz", "-o", "run", *QUICK)  # fmt: skip
+    assert (result["images"], result["evaluation"]["images"]) == (24, 10)
+    assert result["accuracy"]["healed"] is not None
+
+
+@pytest.mark.parametrize("command", ["methods", "pruners"])
+def test_lists_have_settings_and_needs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With names, defaults and what each needs."""
+    found = {entry["name"]: entry for entry in answer(capsys, command)}
+    name = "starfish" if command == "methods" else "magnitude"
+    assert found[name]["settings"]
+    assert found[name]["summary"]
+    if command == "methods":
+        assert {"starfish", "mse", "kl", "ce", "starfish+kl", "batchnorm"} <= found.keys()
+        assert found["ce"]["needs"] == ["labels"]
+    assert starfish(command) == 0
+
+
+def test_models_are_listed_by_part_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "timm/deit_tiny_patch16_224" in answer(capsys, "models", "deit_tiny")["models"]
+    assert "RUN" in answer(capsys, "models")["kinds"]
+    assert starfish("models", "no-such-model") == 2
+
+
+def test_doctor_says_that_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "doctor")["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["heal", MODEL, "--images", "photos", "-o", "x"], "either --masks or --pruned"),
+        ([*HEAL, "--masks", "absent.safetensors", "-o", "x"], "no file `absent.safetensors`"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "x", "--method", "magic"], "no method `magic`"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "x", "--recipe", "mine"], "the recipe is `mine`"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "x", "--set", "learning=1"], "no.* setting `learning`"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "x", "--set", "lr=fast"], "`lr` is `fast`"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "x", "--limit", "0"], "--limit is 0"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "x", "--method", "ce"], "`ce` needs labels"),
+        ([*HEAL[:6], "--masks", "masks.safetensors", "-o", "x", "--method", "batchnorm"], "the model has none"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "x", "--set", "bn=on"], "`bn` is `on`"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "x", "--blocks", "layers.*"], "matches no module"),
+        ([*HEAL, "--masks", "masks.safetensors", "-o", "photos"], "not empty"),
+        ([*HEAL, "--masks", "cut.safetensors", "-o", "x"], "not a whole safetensors file"),
+        (["prune", MODEL, "-o", "m.pt"], "ends in .safetensors"),
+        (["prune", MODEL, "-o", "m.safetensors", "--sparsity", "1.5"], "the sparsity is 1.5"),
+        (["prune", MODEL, "-o", "m.safetensors", "--pattern", "4:2"], "the pattern is `4:2`"),
+        (["prune", MODEL, "-o", "m.safetensors", "--scope", "conv"], "no weight in `conv`"),
+        (["prune", "timm/deit_tinny", "-o", "m.safetensors"], "timm has no model `deit_tinny`"),
+        (["inspect", "timm/deit_tiny_patch16_224", "--checkpoint", "absent.pt"], "no file `absent.pt`"),
+    ],
+)
+def test_refusals(words: list[str], complaint: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One clear error and a way out, exit 2, nothing written."""
+    if words[0] != "inspect" and "--checkpoint" not in words:
+        words = [*words, "--checkpoint", "dense.safetensors"]
+    if "masks.safetensors" in words or "cut.safetensors" in words:
+        pruned(capsys)
+        (here / "cut.safetensors").write_bytes((here / "masks.safetensors").read_bytes()[:-100])
+    before = sorted(here.rglob("*"))
+    assert starfish(*words) == 2
+    error = capsys.readouterr().err
+    assert re.search(complaint, error)
+    assert "Traceback" not in error
+    assert sorted(path for path in here.rglob("*") if "__pycache__" not in str(path)) == before
+
+
+def test_unknown_options_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert starfish("heal", "--no-such-option") == 2
+    assert "no-such-option" in capsys.readouterr().err
+
+
+def test_sigterm_stops_resumably(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A heal that is told to stop exits 130; with --resume it ends in the bytes of one that was not."""
+    pruned(capsys)
+    words = [sys.executable, "-m", "starfish", *HEAL, "--masks", "masks.safetensors", "--set", "epochs=60"]
+    subprocess.run([*words, "-o", "whole"], check=True, capture_output=True)
+    with subprocess.Popen([*words, "-o", "stopped"], stderr=subprocess.PIPE, text=True) as process:
+        while not (here / "stopped" / "rows.jsonl").exists() or not (here / "stopped" / "rows.jsonl").read_text():
+            time.sleep(0.01)
+        process.terminate()
+        assert process.stderr is not None
+        talk = process.stderr.read()
+        assert process.wait() == 130, talk
+    assert "--resume" in talk
+    subprocess.run([*words, "-o", "stopped", "--resume"], check=True, capture_output=True)
+    assert (here / "stopped/model.safetensors").read_bytes() == (here / "whole/model.safetensors").read_bytes()
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """The command line imports neither torch nor rich's tables to say what it can do, and is quick about it."""
+    code = "import sys; sys.argv = ['starfish', '--help']\ntry:\n from starfish.cli import main; main()\nfinally: "
+    code += "assert 'torch' not in sys.modules"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    bare = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    bare = time.perf_counter() - bare
+    assert min(times) < max(0.3, 20 * bare), statistics.median(times)
