@@ -211,6 +211,6 @@ def test_divergence_stops_the_run_by_name(images: Tensor) -> None:
     """A loss that is no number ends the heal with the step and the way out."""
     model, dense, masks, _ = Case("mse", "vit-unstructured").build(images)
     method = starfish.Starfish(objective="mse", optimizer="sgd", lr=1e30, epochs=3, batch_size=4, precision="fp32")
-    with pytest.raises(starfish.UserError, match="became (nan|inf) at step") as caught:
+    with pytest.raises(starfish.UserError, match=r"became (nan|inf) at step") as caught:
         starfish.heal_(model, dense, masks, images, method)
     assert "learning rate" in caught.value.hint

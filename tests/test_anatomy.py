@@ -394,15 +394,6 @@ every_case = pytest.mark.parametrize("name", CASES)
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """On models this small threads only wait for each other: six times as long on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def built(name: str) -> tuple[nn.Module, Any, Anatomy]:
     """Model in training mode with strong random weights, its inputs and anatomy. Tests leave all three as they are."""
@@ -547,55 +538,6 @@ def output(model: nn.Module, inputs: Any) -> Tensor:
     doubled = {key: value.double() for key, value in inputs.items()} if isinstance(inputs, dict) else inputs.double()
     with torch.no_grad():
         return activations.logits(model, doubled)
-
-
-def test_scopes_of_a_fused_tensor_are_rows() -> None:
-    """[Q; K; V]: qk is the first two thirds, v the last, and together they are the whole."""
-    model, _, anatomy = built("timm vit")
-    key = "blocks.0.attn.qkv.weight"
-    wanted = {"q": (0, 16), "k": (16, 32), "v": (32, 48), "qk": (0, 32), "qk+v": (0, 48), "k, v": (16, 48)}
-    for part, (start, stop) in (wanted | {"qkv": (0, 48), "QKV+out": (0, 48)}).items():
-        assert scope(anatomy, model, part)[key] == slice(start, stop)
-    assert set(scope(anatomy, model, "mlp+qk")) == {
-        f"blocks.{i}.{name}.weight" for i in range(2) for name in ("attn.qkv", "mlp.fc1", "mlp.fc2")
-    }
-    with pytest.raises(UserError, match="do not touch"):
-        scope(anatomy, model, "q+v")
-
-
-def test_scopes_of_separate_and_of_half_fused_tensors() -> None:
-    """Separate projections are chosen whole, a fused kv by halves."""
-    model, _, anatomy = built("transformers vit")
-    assert [key.split(".")[-2] for key in scope(anatomy, model, "qk")] == ["q_proj", "k_proj"] * 2
-    model, _, anatomy = built("timm pvt v2, fused kv")
-    rows = model.get_parameter("stages.0.blocks.0.attn.kv.weight").shape[0]
-    assert scope(anatomy, model, "qk")["stages.0.blocks.0.attn.kv.weight"] == slice(0, rows // 2)
-    assert scope(anatomy, model, "qk")["stages.0.blocks.0.attn.q.weight"] == slice(0, rows // 2)
-
-
-def test_scopes_of_mobilenet_count_the_weights_of_the_paper() -> None:
-    """MobileNetV1: stem and pointwise, depthwise, and their unions; see the methods' table of model facts."""
-    model, _, anatomy = built("timm mobilenetv1")
-
-    def count(part: str) -> int:
-        return sum(model.get_parameter(key).numel() for key in scope(anatomy, model, part))
-
-    head = 1024 * CLASSES
-    assert count("depthwise") == count("dw") == 44_640
-    assert count("conv_only") == 864 + 3_139_584
-    assert count("fc_only") == count("head") == head
-    assert count("conv_fc") == 864 + 3_139_584 + head
-    assert count("conv_dw") == 864 + 3_139_584 + 44_640
-    assert count("all") == 864 + 3_139_584 + 44_640 + head
-
-
-@pytest.mark.parametrize(("wrong", "says"), [("conv", "qkv"), ("nonsense", "mlp"), ("", "mlp"), ("qkv+", "mlp")])
-def test_a_scope_that_is_not_there_is_refused(wrong: str, says: str) -> None:
-    """With those that are."""
-    model, _, anatomy = built("timm vit")
-    with pytest.raises(UserError, match=f"scope `{wrong}`".replace("+", "[+]")) as error:
-        scope(anatomy, model, wrong)
-    assert f"`{says}`" in error.value.hint
 
 
 @pytest.mark.parametrize(

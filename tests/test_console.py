@@ -97,8 +97,9 @@ def test_a_long_stage_says_something_now_and_then(
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_stops_after_the_row_and_closes_the_work(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     work = Work(number)
+    running = work.run()  # held here, so that only `watch` can close it
     with pytest.raises(Interrupted, match=signal.Signals(number).name):
-        watch(work.run())
+        watch(running)
     assert work.begun == [0, 1]
     assert work.closed
     assert "stopping after this step" in capsys.readouterr().err

@@ -166,6 +166,12 @@ def test_a_scope_restricts_the_rows(settings: dict[str, Any], vit: tuple[nn.Modu
         assert removed == [24 * 24] * 2
 
 
+def test_a_scope_that_does_not_start_at_the_first_row(vit: tuple[nn.Module, Anatomy]) -> None:
+    for name, mask in Magnitude(0.5, scope="v").choose(*vit).items():
+        assert mask[:48].all()
+        assert torch.equal(mask[48:], brute(vit[0].get_parameter(name).detach()[48:].abs(), 0.5))
+
+
 def test_all_equal_weights_keep_exact_counts() -> None:
     model = tiny_cnn()
     with torch.no_grad():

@@ -137,10 +137,13 @@ def test_preparing_for_something_else_starts_anew(images: Tensor) -> None:
     assert answers is not None
 
 
-def test_a_preparation_that_was_closed_is_done_again(images: Tensor) -> None:
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_preparation_that_was_closed_is_done_again(earlier: bool, images: Tensor) -> None:
     """Otherwise the next method would read memory that was never filled."""
     model = tiny_vit()
     made = targets(model, images, "memory")
+    if earlier:
+        list(made.prepare(modules=(), logits=True, precision="fp32"))
     work = made.prepare(modules=made.anatomy.blocks, logits=True, precision="fp32")
     next(work)
     work.close()  # type: ignore[attr-defined]

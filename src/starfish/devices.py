@@ -56,17 +56,19 @@ def _step_seconds(precision: str, model: nn.Module, inputs: Any, weights: Sequen
     device = weights[0].device
     flags = [weight.requires_grad for weight in weights]
     best = float("inf")
-    for weight in weights:
-        weight.requires_grad_(True)
-    for _ in range(repeats):
-        start = time.perf_counter()
-        with autocast(device, precision):
-            answer = logits(model, inputs).float().square().mean()
-        gradients = torch.autograd.grad(answer, weights, allow_unused=True)
-        float(next((g.sum() for g in gradients if g is not None), answer))  # wait for the device
-        best = min(best, time.perf_counter() - start)
-    for weight, flag in zip(weights, flags, strict=True):
-        weight.requires_grad_(flag)
+    try:
+        for weight in weights:
+            weight.requires_grad_(True)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            with autocast(device, precision):
+                answer = logits(model, inputs).float().square().mean()
+            gradients = torch.autograd.grad(answer, weights, allow_unused=True)
+            float(next((g.sum() for g in gradients if g is not None), answer).detach())  # wait for the device
+            best = min(best, time.perf_counter() - start)
+    finally:
+        for weight, flag in zip(weights, flags, strict=True):
+            weight.requires_grad_(flag)
     return best
 
 

@@ -231,8 +231,9 @@ class _Log:
         self.run.save(tensors, self.job.state, {**self.seconds, "earlier": spent})
 
     def close(self) -> None:
-        """Work after the last row (a method's tail) counts as fitting."""
+        """What a method does after its last row counts as fitting. Saved, lest a kill while measuring costs it all."""
         self.seconds["fit"] += time.monotonic() - self._tick
+        self.save()
 
     def losses(self) -> dict[str, float | None]:
         """Mean loss of the first and of the last epoch."""

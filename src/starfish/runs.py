@@ -45,6 +45,8 @@ class Run:
     def open(folder: Path, config: dict[str, Any], *, resume: bool) -> Run:
         """Claim `folder` for this heal; one that holds a run is refused, or with `resume` continued."""
         run = Run(folder, config)
+        for part in folder.rglob(".*.part") if folder.is_dir() else ():  # of a file that a kill left half written
+            part.unlink()
         if folder.exists() and not folder.is_dir():
             raise UserError(f"`{folder}` is a file", "give another folder with -o")
         if (folder / "config.json").exists():
