@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,8 +73,10 @@ def test_mask_is_not_touched(case: Case, images: Tensor, labels: Tensor) -> None
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.method not in {"ce", "batchnorm"}], ids=str)
 def test_objective_falls(case: Case, images: Tensor, labels: Tensor) -> None:
-    """Training on the healing images lowers the loss there."""
+    """Training on the healing images lowers the loss there (BatchNorm frozen: batches of four make it noisy)."""
     model, dense, masks, method = case.build(images)
+    assert isinstance(method, starfish.Starfish)
+    method = replace(method, bn="freeze", epochs=8, lr=1e-3)
     result = starfish.heal_(model, dense, masks, images, method)
     assert result.loss["last"] is not None
     assert result.loss["first"] is not None
@@ -85,7 +88,7 @@ def test_nothing_pruned_gives_no_loss(case: Case, images: Tensor) -> None:
     """With masks of ones the student is the dense model: the first loss is at most 1e-6 (BatchNorm frozen)."""
     model, dense, masks, method = case.build(images)
     assert isinstance(method, starfish.Starfish)
-    method = starfish.Starfish(objective=method.objective, precision="fp32", epochs=1, batch_size=4, bn="freeze")
+    method = replace(method, epochs=1, bn="freeze")
     result = starfish.heal_(model, dense, all_ones(masks), images, method)
     assert abs(float(result.rows[0]["loss"])) <= 1e-6
 
