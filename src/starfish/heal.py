@@ -85,7 +85,7 @@ def healing_(job: Job, method: Method, evaluation: Images, run: Run | None = Non
         job.model.eval()
     log.close()
 
-    proof.check()
+    mask_intact, frozen_intact = proof.check()
     after = yield from evaluate.measure(job.model, job.dense, dense_BK, evaluation, job.anatomy, "healed")
     top = [evaluate.accuracy(dense_BK, evaluation.labels, top=top) for top in (1, 5)]
     result = Result(
@@ -95,8 +95,8 @@ def healing_(job: Job, method: Method, evaluation: Images, run: Run | None = Non
         epochs=asdict(method).get("epochs"),  # type: ignore[call-overload]
         seed=job.seed,
         sparsity=masks_module.sparsity(job.masks),
-        mask_intact=True,  # proof.check() has not raised
-        frozen_intact=True,
+        mask_intact=mask_intact,
+        frozen_intact=frozen_intact,
         **evaluate.scores((top[0], top[1]), before, after, job.anatomy.blocks, len(evaluation)),
         evaluation={"images": len(evaluation), "labels": evaluation.labels is not None,
                     "held_out": evaluation is not job.images},
@@ -162,11 +162,14 @@ class _Proof:
             name for name, tensor in state.items() if name not in self.free and tensor.data_ptr() not in masked
         ]  # fmt: skip
 
-    def check(self) -> None:
+    def check(self) -> tuple[bool, bool]:
+        """Are the pruned weights zero, and all frozen tensors as they were?"""
         now = fingerprints(self.job.model, self.frozen)
         moved = [name for name in self.frozen if now[name] != self.frozen[name]]
         assert not moved, f"the method changed {listed(moved)}, which are none of its masks"
-        assert masks_module.zeros_intact(self.job.model, self.job.masks), "the method revived pruned weights"
+        mask_intact = masks_module.zeros_intact(self.job.model, self.job.masks)
+        assert mask_intact, "the method revived pruned weights"
+        return mask_intact, not moved
 
     def unchanged(self) -> list[str]:
         """Masked tensors that came out as they went in."""

@@ -86,8 +86,8 @@ class Starfish(Method):
                 raise UserError(f"`{name}` is {value}", f"it must be at least {least}")
 
     def fit(self, job: Job) -> Iterator[Row]:
-        aligned = self.objective in {"cosine", "mse", "relative_mse", "cosine+kl"}
-        with_logits = self.objective in {"kl", "cosine+kl"}
+        parts = set(self.objective.split("+"))
+        aligned, with_logits = bool(parts & objectives.BLOCK_LOSSES.keys()), "kl" in parts
         tail = [module for name, module in job.anatomy.tail.items() if self.tail and name in job.masks]
         names = (*job.anatomy.blocks, *tail) if aligned else ()
         yield from job.targets.prepare(modules=names, logits=with_logits, precision=self.precision)
@@ -122,7 +122,7 @@ class Starfish(Method):
             student = {name: positions(outputs[name], job.anatomy.layouts[name], len(indices)) for name in names}
             dense, dense_BK = job.targets.read(indices, inputs)
             labels_B = job.images.labels[indices].to(device) if job.images.labels is not None else None
-            loss, parts = self._loss(student, dense, answer_BK, dense_BK, labels_B)
+            loss, reported = self._loss(student, dense, answer_BK, dense_BK, labels_B)
 
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -135,7 +135,7 @@ class Starfish(Method):
                     weight.masked_fill_(~job.masks[name], 0.0)
 
             job.state.update(_moments(optimizer, weights), step=step + 1)
-            yield {"step": step + 1, "steps": steps, "epoch": epoch + 1, "loss": float(loss.detach()), **parts,
+            yield {"step": step + 1, "steps": steps, "epoch": epoch + 1, "loss": float(loss.detach()), **reported,
                    "lr": self.rate(step, steps), "images": len(indices)}  # fmt: skip
         if "adapt" in self.bn:
             yield from reestimate_(job.model, job.images)
@@ -171,26 +171,24 @@ class Starfish(Method):
         dense_BK: Tensor | None,
         labels_B: Tensor | None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """The objective and what is reported beside it. All blocks weigh the same."""
-        parts: dict[str, float] = {}
-        terms: list[Tensor] = []
-        if "cosine" in self.objective:
-            losses = [objectives.cosine_loss(student[name], dense[name], self.granularity) for name in student]
-            terms.append(torch.stack(losses).mean())
-            parts["cosine"] = 1 - float(terms[0].detach())
-        if self.objective == "mse":
-            terms.append(torch.stack([objectives.mse_loss(student[name], dense[name]) for name in student]).mean())
-        if self.objective == "relative_mse":
-            losses = [objectives.relative_mse_loss(student[name], dense[name]) for name in student]
-            terms.append(torch.stack(losses).mean())
-        if "kl" in self.objective:
-            assert dense_BK is not None
-            terms.append(objectives.kl_loss(answer_BK, dense_BK, self.temperature))
-            parts["kl"] = float(terms[-1].detach())
-        if self.objective == "ce":
-            assert labels_B is not None
-            terms.append(objectives.ce_loss(answer_BK, labels_B))
-        return torch.stack(terms).mean(), parts
+        """The objective and what is reported beside it. All blocks weigh the same, and so do the parts of a sum."""
+        terms: dict[str, Tensor] = {}
+        for part in self.objective.split("+"):
+            if part == "kl":
+                assert dense_BK is not None
+                terms[part] = objectives.kl_loss(answer_BK, dense_BK, self.temperature)
+            elif part == "ce":
+                assert labels_B is not None
+                terms[part] = objectives.ce_loss(answer_BK, labels_B)
+            else:
+                measure = objectives.BLOCK_LOSSES[part]
+                terms[part] = torch.stack(
+                    [measure(student[name], dense[name], self.granularity) for name in dense]
+                ).mean()
+        parts = {name: float(term.detach()) for name, term in terms.items()}
+        if "cosine" in parts:
+            parts["cosine"] = 1 - parts["cosine"]  # reported as it is, not as a loss
+        return torch.stack([*terms.values()]).mean(), parts
 
 
 DEFAULT_BATCHNORM = "train+adapt"

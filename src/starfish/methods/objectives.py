@@ -32,15 +32,20 @@ def _inverse_norm(x: Tensor) -> Tensor:
     return torch.where(there, square, 1.0).rsqrt() * there
 
 
-def mse_loss(student_BPC: Tensor, dense_BPC: Tensor) -> Tensor:
-    """Mean squared difference of block outputs."""
+def mse_loss(student_BPC: Tensor, dense_BPC: Tensor, granularity: Granularity = "token") -> Tensor:
+    """Mean squared difference of block outputs, which is the same in every granularity."""
     return F.mse_loss(student_BPC.float(), dense_BPC.float())
 
 
-def relative_mse_loss(student_BPC: Tensor, dense_BPC: Tensor) -> Tensor:
-    """Squared difference over squared size of the dense output, for each image."""
-    difference_B = (student_BPC.float() - dense_BPC.float()).flatten(1).square().sum(1)
-    return (difference_B / dense_BPC.float().flatten(1).square().sum(1).clamp_min(NORM_FLOOR)).mean()
+def relative_mse_loss(student_BPC: Tensor, dense_BPC: Tensor, granularity: Granularity = "sample") -> Tensor:
+    """Squared difference over squared size of the dense output, for each position or image."""
+    student, dense = student_BPC.float(), dense_BPC.float()
+    if granularity == "sample":
+        student, dense = student.flatten(1), dense.flatten(1)
+    return ((student - dense).square().sum(-1) / dense.square().sum(-1).clamp_min(NORM_FLOOR)).mean()
+
+
+BLOCK_LOSSES = {"cosine": cosine_loss, "mse": mse_loss, "relative_mse": relative_mse_loss}
 
 
 def kl_loss(student_BK: Tensor, dense_BK: Tensor, temperature: float = 1.0) -> Tensor:
