@@ -39,12 +39,12 @@ QUESTIONS: dict[str, tuple[list[str], list[str], list[str], dict[str, list[str]]
     "efficientnet": (EFFICIENTNET, ["--sparsity", "0.6"], IMAGENET,
         {"default": [], "batchnorm": ["--method", "batchnorm"]}),
     "efficientnet-policies": (EFFICIENTNET, ["--sparsity", "0.6"], IMAGENET, {
-        f"{policy}, tail {tail}": sets(f"bn={policy}", f"tail={tail}", "epochs=3")
+        f"{policy}, tail {tail}": sets(f"bn={policy}", f"tail={tail}", "epochs=3", "precision=fp32")
         for policy, tail in [("freeze", "true"), ("adapt", "true"), ("train", "true"), ("train+adapt", "true"),
                              ("train+adapt", "false")]}),
     "resnet20": (RESNET, ["--sparsity", "0.8", *sets("per=global")], CIFAR, {
         "default": [], "batchnorm": ["--method", "batchnorm"],
-        **{f"{policy}, tail {tail}": sets(f"bn={policy}", f"tail={tail}")
+        **{f"{policy}, tail {tail}": sets(f"bn={policy}", f"tail={tail}", "precision=fp32")
            for policy, tail in [("freeze", "true"), ("adapt", "true"), ("train", "true"), ("train", "false")]}}),
 }  # fmt: skip
 

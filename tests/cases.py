@@ -47,7 +47,9 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        shortcut = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+        shortcut = nn.functional.pad(
+            x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.more // 2, self.more // 2)
+        )
         return torch.relu(y + shortcut)
 
 

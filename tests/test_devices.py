@@ -1,4 +1,4 @@
-"""Where and how precisely: what is asked for is obeyed or refused, what is left open is measured."""
+"""Where and how precisely: what is asked for is obeyed or refused, what is left open follows a rule."""
 
 from __future__ import annotations
 
@@ -6,87 +6,47 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cases import tiny_vit
 from starfish import devices
 from starfish.devices import autocast, choose_device, choose_precision, to_device
 from starfish.errors import UserError
 
 CPU = torch.device("cpu")
-Step = tuple[nn.Module, Tensor, list[Tensor]]
+MATRIX, KERNEL = torch.ones(8, 8), torch.ones(2, 2, 3, 3)
 
 
-@pytest.fixture
-def step(images: Tensor) -> Step:
-    """What the probe takes: a model, inputs, and the weights that will be trained."""
-    model = tiny_vit()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model, images[:2], [model.get_parameter("blocks.0.mlp.fc1.weight"), model.get_parameter("head.weight")]
+@pytest.mark.parametrize(
+    ("able", "weights", "chosen"),
+    [
+        (True, [MATRIX, KERNEL], "bf16"),
+        (True, [MATRIX, KERNEL, KERNEL], "fp32"),
+        (True, [KERNEL], "fp32"),
+        (False, [MATRIX], "fp32"),
+    ],
+)
+def test_auto_takes_bf16_for_matrices_on_a_processor_that_can(
+    able: bool, weights: list[Tensor], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the share of the weights, and the same each time."""
+    monkeypatch.setattr(devices, "cpu_multiplies_in_bf16", lambda: able)
+    assert choose_precision("auto", CPU, weights) == chosen
 
 
-def test_auto_precision_is_one_of_two(step: Step) -> None:
-    assert choose_precision("auto", *step) in {"fp32", "bf16"}
-
-
-@pytest.mark.parametrize(("fp32", "bf16", "chosen"), [(1.0, 0.5, "bf16"), (1.0, 0.9, "fp32"), (1.0, 2.0, "fp32")])
-def test_the_probe_decides(fp32: float, bf16: float, chosen: str, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_step_seconds", lambda precision, *_: {"fp32": fp32, "bf16": bf16}[precision])
-    assert choose_precision("auto", *step) == chosen
+def test_the_processor_is_asked() -> None:
+    assert devices.cpu_multiplies_in_bf16() in {True, False}
 
 
 @pytest.mark.parametrize("wanted", ["fp32", "bf16"])
-def test_a_given_precision_is_obeyed_without_a_probe(wanted: str, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_step_seconds", None)
-    assert choose_precision(wanted, *step) == wanted
+def test_a_given_precision_is_obeyed(wanted: str) -> None:
+    assert choose_precision(wanted, CPU, [KERNEL]) == wanted
 
 
 @pytest.mark.parametrize("wanted", ["fp16", "", "BF16", "float32"])
-def test_another_precision_is_refused(wanted: str, step: Step) -> None:
+def test_another_precision_is_refused(wanted: str) -> None:
     with pytest.raises(UserError, match="the precision is") as error:
-        choose_precision(wanted, *step)
+        choose_precision(wanted, CPU, [MATRIX])
     assert "auto, fp32 or bf16" in error.value.hint
-
-
-class NoBf16(nn.Module):
-    """As on a device or with an operator that knows no bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self.layer(x)
-        if answer.dtype == torch.bfloat16:
-            raise RuntimeError("not implemented for BFloat16")
-        return answer
-
-
-def test_where_bf16_does_not_work_it_is_fp32() -> None:
-    model = NoBf16()
-    model.layer.weight.requires_grad_(False)
-    assert choose_precision("auto", model, torch.ones(2, 4), [model.layer.weight]) == "fp32"
-    assert not model.layer.weight.requires_grad
-
-
-def test_the_probe_leaves_the_model_as_it_was(step: Step) -> None:
-    """Weights, what is to be trained, gradients and the random state."""
-    model, _, weights = step
-    weights[1].requires_grad_(True)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    random = torch.get_rng_state()
-    choose_precision("auto", *step)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight"]
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_weights_the_answer_does_not_depend_on_are_no_trouble() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 2), "idle": nn.Linear(4, 2)})
-    model.forward = model["used"].forward
-    assert choose_precision("auto", model, torch.ones(2, 4), [model["idle"].weight]) in {"fp32", "bf16"}
 
 
 def test_a_given_device_is_obeyed_and_auto_is_usable() -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from starfish.activations import logits
 from starfish.errors import UserError
-
-WORTH = 1.3  # how many times faster bf16 must be than fp32 to be chosen
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -38,38 +34,26 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def choose_precision(wanted: str, model: nn.Module, inputs: Any, weights: Sequence[Tensor]) -> str:
-    """`auto` is decided by a probe: bf16 where a step of this very model on these inputs is clearly faster in it."""
+def choose_precision(wanted: str, device: torch.device, weights: Iterable[Tensor]) -> str:
+    """`auto` takes bf16 where the device multiplies in it and, on a CPU, most of the weights are matrices.
+
+    A rule and not a timing, so that the same seed gives the same numbers again; on CPUs convolutions gain little from
+    bf16, matrix products a factor of two (benchmarks/precision.py).
+    """
     if wanted in {"fp32", "bf16"}:
         return wanted
     if wanted != "auto":
         raise UserError(f"the precision is `{wanted}`", "give auto, fp32 or bf16")
-    try:
-        seconds = {precision: _step_seconds(precision, model, inputs, weights) for precision in ("fp32", "bf16")}
-    except RuntimeError:  # a device or an operator without bf16
-        return "fp32"
-    return "bf16" if seconds["fp32"] > WORTH * seconds["bf16"] else "fp32"
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    sizes = [(weight.numel(), weight.ndim == 2) for weight in weights]
+    matrices = 2 * sum(size for size, matrix in sizes if matrix) > sum(size for size, _ in sizes)
+    return "bf16" if device.type == "cpu" and matrices and cpu_multiplies_in_bf16() else "fp32"
 
 
-def _step_seconds(precision: str, model: nn.Module, inputs: Any, weights: Sequence[Tensor], repeats: int = 3) -> float:
-    """Forward and backward, the best of a few, so that a busy machine does not decide."""
-    device = weights[0].device
-    flags = [weight.requires_grad for weight in weights]
-    best = float("inf")
-    try:
-        for weight in weights:
-            weight.requires_grad_(True)
-        for _ in range(repeats):
-            start = time.perf_counter()
-            with autocast(device, precision):
-                answer = logits(model, inputs).float().square().mean()
-            gradients = torch.autograd.grad(answer, weights, allow_unused=True)
-            float(next((g.sum() for g in gradients if g is not None), answer).detach())  # wait for the device
-            best = min(best, time.perf_counter() - start)
-    finally:
-        for weight, flag in zip(weights, flags, strict=True):
-            weight.requires_grad_(flag)
-    return best
+def cpu_multiplies_in_bf16() -> bool:
+    """Has this processor instructions for it?"""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[None]:

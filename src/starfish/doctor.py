@@ -95,12 +95,12 @@ def _device() -> Finding:
 
 
 def _precision() -> Finding:
-    from starfish.devices import choose_device
+    from starfish.devices import choose_device, choose_precision
 
     torch = import_module("torch")
-    device = choose_device()
-    supported = device.type != "cuda" or torch.cuda.is_bf16_supported()
-    return Finding("precision", True, "fp32, and bf16 where a probe finds it faster" if supported else "fp32")
+    return Finding(
+        "precision", True, f"{choose_precision('auto', choose_device(), [torch.ones(1, 1)])} for transformers"
+    )
 
 
 def _memory() -> Finding:

@@ -28,7 +28,6 @@ OBJECTIVES = {
     "cosine+kl": "half the block alignment and half the KL divergence",
 }
 OPTIMIZERS = ("adamw", "adam", "sgd")
-PROBE = 8  # images of the step that decides on the precision
 BATCHNORM_POLICIES = ("freeze", "adapt", "train", "train+adapt")
 
 
@@ -47,7 +46,7 @@ class Starfish(Method):
     clip: float = 0.0  # largest norm of the masked gradient; 0 does not clip
     granularity: str = "auto"  # token, sample, channel-position; auto: token with attention, else sample
     shuffle: bool = True  # a new order each epoch; false: one order for all epochs, as the authors' code
-    precision: str = "auto"  # fp32, bf16; auto: whichever a probe finds faster. The loss is always fp32
+    precision: str = "auto"  # fp32, bf16; auto: bf16 where the device is good at it. The loss is always fp32
     bn: str = "auto"  # freeze, adapt, train, train+adapt
     train_v: bool = True  # false: the V rows of a fused qkv weight stay as they are where the mask keeps them all
     temperature: float = 1.0  # of the KL divergence
@@ -63,16 +62,13 @@ class Starfish(Method):
         self._check()
         attention = any(role in {"qkv", "q", "out"} for role in job.anatomy.roles.values())
         norms = batchnorms(job.model)
-        probe = to_device(
-            job.images.batch(list(range(min(PROBE, len(job.images))))), next(job.model.parameters()).device
-        )
         weights = [job.model.get_parameter(name) for name in job.masks]
         bn = ("freeze" if not norms or are_folded(norms) else DEFAULT_BATCHNORM) if self.bn == "auto" else self.bn
         return replace(
             self,
             batch_size=self.batch_size or (32 if attention else 64),
             granularity=("token" if attention else "sample") if self.granularity == "auto" else self.granularity,
-            precision=choose_precision(self.precision, job.model.eval(), probe, weights),
+            precision=choose_precision(self.precision, weights[0].device, weights),
             bn=bn,
         )
 
