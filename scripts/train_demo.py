@@ -11,7 +11,7 @@ class-balanced, and a README and LICENSE.
 DIR comes from the Debian package `dataset-fashion-mnist` (/usr/share/datasets/fashion-mnist) or from
 https://github.com/zalandoresearch/fashion-mnist.
 
-Expected: @EXPECTED@
+Expected: 20 epochs, 48 minutes on 2 busy cores, 89.14 % of all 10,000 test images right (torch 2.15, timm 1.0.31).
 The number is that of the last epoch; the test images choose nothing. Another CPU or another version rounds
 differently, so expect it to move by about 0.3 points.
 """

@@ -149,6 +149,20 @@ def test_inspect_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2:4" in capsys.readouterr().out
 
 
+def test_inspect_needs_no_weights(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without network or checkpoint the architecture alone says what a file holds; pruned zeros are still seen."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert answer(capsys, "inspect", MODEL)["blocks"] == ["blocks.0", "blocks.1"]
+    weights = load_file("dense.safetensors")
+    weights["blocks.0.mlp.fc1.weight"][::2] = 0
+    save_file(weights, "pruned.safetensors")
+    facts = answer(capsys, "inspect", "pruned.safetensors", "--model", MODEL)
+    assert [(layer["name"], layer["pattern"]) for layer in facts["layers"]] == [("blocks.0.mlp.fc1.weight", "rows")]
+    assert not any("differ from the dense" in note for note in facts["notes"])
+
+
 def test_a_model_of_the_users_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """package.module:factory, with images in a tensor file."""
     tests = Path(__file__).parent

@@ -264,19 +264,22 @@ def inspect(
     blocks: Blocks = None,
     json: Json = False,
 ) -> None:
-    """Look before anything runs: what a mask file holds, or the blocks and prunable weights found in a model."""
+    """Look before anything runs: what a mask file holds, or the blocks and weights found in a model. Fetches nothing."""
     from starfish.containers import read
+    from starfish.models import load
     from starfish.patterns import summarise
 
     if not Path(what).is_file():
-        loaded, _ = _load(what, checkpoint, allow_pickle, "cpu", {}, None)
+        loaded = load(what, checkpoint=checkpoint, allow_pickle=allow_pickle, pretrained=False)
         _show_anatomy(loaded, _anatomy(loaded, None, blocks), json)
         return
     dense, anatomy = None, None
     if model is not None:
-        loaded, _ = _load(model, checkpoint, allow_pickle, "cpu", {}, None)
+        loaded = load(model, checkpoint=checkpoint, allow_pickle=allow_pickle, pretrained=False)
         dense, anatomy = loaded.model, _anatomy(loaded, None, blocks)
-    found = read(Path(what), dense, allow_pickle=allow_pickle)
+    found = read(Path(what), dense, allow_pickle=allow_pickle, dense_weights=checkpoint is not None)
+    if found.weights is not None and model is not None and checkpoint is None:
+        say("note: nothing is fetched to inspect; to compare with the dense weights, give them with --checkpoint")
     summary = summarise(found.masks, anatomy)
     if json:
         emit({"file": what, "container": found.container, **asdict(summary), "notes": found.notes})

@@ -40,8 +40,11 @@ class MaskFile:
     notes: list[str]
 
 
-def read(path: Path, dense: nn.Module | None, *, allow_pickle: bool = False) -> MaskFile:
-    """Read masks from any container, in the order of `dense`'s parameters, or refuse by name what does not fit it."""
+def read(path: Path, dense: nn.Module | None, *, allow_pickle: bool = False, dense_weights: bool = True) -> MaskFile:
+    """Read masks from any container, in the order of `dense`'s parameters, or refuse by name what does not fit it.
+
+    Without `dense_weights` only the architecture of `dense` is to be compared with.
+    """
     file = _renamed(_recognise(path, dense, allow_pickle), dense)
     if dense is not None and file.weights is not None:
         _check_weights(path, file.weights, dense)
@@ -63,7 +66,7 @@ def read(path: Path, dense: nn.Module | None, *, allow_pickle: bool = False) -> 
         check(masks, dense)
         masks = {name: masks[name] for name, _ in dense.named_parameters(remove_duplicate=False) if name in masks}
     weights = None if file.weights is None else _masked(masks, file.weights)
-    notes = file.notes + _notes(replace(file, masks=masks), dense)
+    notes = file.notes + _notes(replace(file, masks=masks), dense if dense_weights else None)
     return MaskFile(file.container, masks, weights, notes)
 
 

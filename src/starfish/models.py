@@ -50,14 +50,15 @@ class Loaded:
     config: dict[str, Any]
 
 
-def load(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = False) -> Loaded:
-    """Build `name` in evaluation mode, with the weights of `checkpoint` where given, else with its own published ones.
+def load(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = False, pretrained: bool = True) -> Loaded:
+    """Build `name` in evaluation mode, with the weights of `checkpoint` where given, else with its own published ones
+    (or, not `pretrained`, with those its architecture starts from).
 
     Arguments of the architecture follow a question mark: `timm/mobilenetv1_100?pad_type=same`.
     """
     if Path(name, "result.json").is_file():
         return load_run(Path(name))
-    loaded = _build(name, pretrained=checkpoint is None)
+    loaded = _build(name, pretrained=pretrained and checkpoint is None)
     if checkpoint is not None:
         load_weights_(loaded.model, read_object(checkpoint, allow_pickle=allow_pickle), str(checkpoint))
     loaded.model.eval()
