@@ -12,6 +12,7 @@ import typer
 
 from starfish.console import Interrupted, emit, say, table, watch
 from starfish.errors import UserError, listed
+from starfish.views import show_anatomy, show_scores, show_stages, show_summary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from starfish.core import Anatomy, Job, Masks
     from starfish.data import Preprocess, StoredImages
     from starfish.models import Loaded
-    from starfish.patterns import Summary
 
 app = typer.Typer(
     name="starfish",
@@ -124,7 +124,7 @@ def prune(
     if json:
         emit(facts)
     else:
-        _show_summary(summary)
+        show_summary(summary)
         say(f"wrote {output}")
 
 
@@ -201,7 +201,7 @@ def heal(
     if json:
         emit(result)
         return
-    _show_scores(result)
+    show_scores(result)
     say(f"healed {loaded.name}: {output}")
 
 
@@ -264,14 +264,14 @@ def inspect(
     blocks: Blocks = None,
     json: Json = False,
 ) -> None:
-    """Look before anything runs: what a mask file holds, or the blocks and weights found in a model. Fetches nothing."""
+    """Look before anything runs: what a mask file holds, or what was found in a model. Fetches nothing."""
     from starfish.containers import read
     from starfish.models import load
     from starfish.patterns import summarise
 
     if not Path(what).is_file():
         loaded = load(what, checkpoint=checkpoint, allow_pickle=allow_pickle, pretrained=False)
-        _show_anatomy(loaded, _anatomy(loaded, None, blocks), json)
+        show_anatomy(loaded, _anatomy(loaded, None, blocks), json)
         return
     dense, anatomy = None, None
     if model is not None:
@@ -284,7 +284,7 @@ def inspect(
     if json:
         emit({"file": what, "container": found.container, **asdict(summary), "notes": found.notes})
         return
-    _show_summary(summary, f"{what}: {found.container}")
+    show_summary(summary, f"{what}: {found.container}")
     for note in found.notes:
         say(f"note: {note}")
 
@@ -294,7 +294,7 @@ def methods(json: Json = False) -> None:
     """List what can heal, with every setting."""
     from starfish.methods import METHODS, summary
 
-    _show_stages({name: (method, summary(method)) for name, method in METHODS.items()}, json)
+    show_stages({name: (method, summary(method)) for name, method in METHODS.items()}, json)
 
 
 @app.command()
@@ -302,7 +302,7 @@ def pruners(json: Json = False) -> None:
     """List what can choose masks, with every setting."""
     from starfish.pruners import PRUNERS, summary
 
-    _show_stages({name: (pruner, summary(pruner)) for name, pruner in PRUNERS.items()}, json)
+    show_stages({name: (pruner, summary(pruner)) for name, pruner in PRUNERS.items()}, json)
 
 
 @app.command()
@@ -482,72 +482,3 @@ def _warn(job: Job, held_out: StoredImages) -> None:
 
 def _command_line() -> list[str]:
     return [word for word in sys.argv[1:] if word not in {"--resume", "--json"}]
-
-
-def _show_scores(result: dict[str, Any]) -> None:
-    from starfish.tables import score_rows
-
-    table(("", "dense", "pruned", "healed"), score_rows(result))
-    images, error = result["evaluation"]["images"], result["accuracy_standard_error"]["healed"]
-    tail = "" if error is None else f"; one standard error is about {error:.1f} points"
-    say(f"on {images} images{tail}. Zeros kept, everything else bit-identical. {result['seconds']['total']:.0f} s")
-
-
-def _show_summary(summary: Summary, title: str = "") -> None:
-    rows = [(layer.name, layer.role, "×".join(map(str, layer.shape)), f"{100 * layer.sparsity:.2f}", layer.pattern)
-            for layer in summary.layers]  # fmt: skip
-    table(("parameter", "role", "shape", "zeros, %", "pattern"), rows, title)
-    say(f"{summary.pattern}, {100 * summary.sparsity:.2f} % of the weights in the masks are zero")
-    for text in summary.inconsistencies:
-        say(f"inconsistent: {text}")
-
-
-def _show_anatomy(loaded: Loaded, anatomy: Anatomy, json: bool) -> None:
-    from starfish.scopes import default_scope, scope_names
-
-    shapes = {name: list(loaded.model.get_parameter(name).shape) for name in anatomy.roles}
-    layouts = {name: anatomy.layouts[name]._asdict() for name in anatomy.blocks}
-    facts = {
-        "model": loaded.name,
-        "blocks": list(anatomy.blocks),
-        "layouts": layouts,
-        "roles": anatomy.roles,
-        "shapes": shapes,
-        "scopes": scope_names(anatomy, loaded.model),
-        "default_scope": default_scope(anatomy),
-        "untrained": list(anatomy.untrained),
-        "preprocess": asdict(loaded.preprocess),
-    }
-    if json:
-        emit(facts)
-        return
-    blocks = [(name, f"image {layouts[name]['batch']}, channel {layouts[name]['channel']}") for name in anatomy.blocks]
-    table(("block", "dimensions"), blocks, f"{len(anatomy.blocks)} blocks are aligned")
-    rows = [(name, role, "×".join(map(str, shapes[name]))) for name, role in anatomy.roles.items()]
-    table(("parameter", "role", "shape"), rows, f"\n{len(anatomy.roles)} weights can be pruned")
-    say(f"scopes: {', '.join(facts['scopes'])}; default {facts['default_scope']}")
-    if anatomy.untrained:
-        say(f"after the last block, out of its reach: {listed(list(anatomy.untrained))}")
-
-
-def _show_stages(stages: dict[str, tuple[Any, str]], json: bool) -> None:
-    """Every method or pruner with its needs, fields, types and defaults."""
-    from dataclasses import fields
-
-    facts = [
-        {
-            "name": name,
-            "summary": text,
-            "needs": sorted(stage.needs()),
-            "settings": {field.name: getattr(stage, field.name) for field in fields(stage)},
-            "types": {field.name: str(field.type) for field in fields(stage)},
-        }
-        for name, (stage, text) in stages.items()
-    ]
-    if json:
-        emit(facts)
-        return
-    for name, (stage, text) in stages.items():
-        needs = f"  (needs {', '.join(sorted(stage.needs()))})" if stage.needs() else ""
-        settings = [(f"  {field.name}", str(getattr(stage, field.name)), str(field.type)) for field in fields(stage)]
-        table(("  setting", "default", "type"), settings, f"{name}: {text}{needs}")
