@@ -373,8 +373,8 @@ def demo(
     say(DEMO_NEXT.format(run=run))
 
 
-DEMO_SPARSITY = 0.8
-DEMO_SETTINGS = ["epochs=20", "lr=1e-3"]
+DEMO_SPARSITY = 0.85
+DEMO_SETTINGS = ["epochs=10", "lr=1e-3"]
 DEMO_NEXT = """
 What you have now: {run} holds the healed model, its masks, every figure (result.json) and a model card (README.md).
 
