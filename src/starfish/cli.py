@@ -52,6 +52,7 @@ Seed = Annotated[int, typer.Option(help="Of the image sample and the order of ba
 
 def main() -> None:
     """The one place where exceptions become output and exit codes."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads that spin make a shared machine crawl
     try:
         app(standalone_mode=False)
     except typer.Exit as end:
