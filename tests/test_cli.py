@@ -269,6 +269,17 @@ def test_sigterm_stops_resumably(
     assert (here / "stopped/model.safetensors").read_bytes() == (here / "whole/model.safetensors").read_bytes()
 
 
+def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model is there, loses most of its accuracy and gets most of it back, here in two epochs of ten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "DEMO_SETTINGS", ["epochs=2", "lr=1e-3", "precision=fp32"])
+    (tmp_path / "starfish-demo" / "run").mkdir(parents=True)
+    (tmp_path / "starfish-demo" / "run" / "config.json").write_text("{}")  # of an earlier demo: replaced
+    accuracy = answer(capsys, "demo")["accuracy"]
+    assert accuracy["pruned"] < accuracy["dense"] - 25
+    assert accuracy["healed"] > accuracy["dense"] - 10
+
+
 def test_help_does_not_wait_for_torch() -> None:
     """The command line imports neither torch nor rich's tables to say what it can do, and is quick about it."""
     code = "import sys; sys.argv = ['starfish', '--help']\ntry:\n from starfish.cli import main; main()\nfinally: "

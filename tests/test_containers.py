@@ -206,7 +206,7 @@ def test_own_container_round_trips(case: Case, tmp_path: Path) -> None:
 
 def test_a_later_version_of_our_own_container_is_refused(case: Case, tmp_path: Path) -> None:
     """Half understanding a file is worse than refusing it."""
-    save_file(case.masks, tmp_path / "masks.safetensors", {"format": "starfish-masks", "version": "2"})
+    save_file(case.masks, tmp_path / "masks.safetensors", {"starfish-masks": "2"})
     assert "version 2" in refusal(tmp_path / "masks.safetensors", case.dense).message
 
 

@@ -42,39 +42,39 @@ images = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 model, dense, chosen, _ = Case("starfish", masks).build(images)
 method = starfish.Starfish(epochs=20, batch_size=5, precision=precision, lr=2e-3)
 run = Run.open(folder, {{"starfish": {{"seed": 4}}}}, resume=True)
-print("ready", flush=True)
 if run.result is None:
     finish(healing_(job_of(model, dense, chosen, images, seed=4), method, as_images(images), run))
 print("done", flush=True)
 """
 
 
-def heal_in_a_process(folder: Path, masks: str, precision: str, kill_after: float | None = None) -> tuple[bool, float]:
-    """Run the script; kill it so many seconds after it is ready. Did it come to its end, and in how many seconds?"""
+def heal_in_a_process(folder: Path, masks: str, precision: str, kill_after: int | None = None) -> bool:
+    """Run the script, and kill it a moment after it has written so many rows. Did it come to its end?"""
     code = SCRIPT.format(tests=str(Path(__file__).parent))
     command = [sys.executable, "-c", code, str(folder), masks, precision]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        start = time.monotonic()
         if kill_after is not None:
-            time.sleep(kill_after)
+            while not (folder / "rows.jsonl").is_file() or rows_in(folder) < kill_after:
+                assert process.poll() is None
+                time.sleep(0.001)
+            time.sleep(random.Random(kill_after).uniform(0, 0.03))  # in the middle of a step, or of saving
             process.send_signal(signal.SIGKILL)
-        return process.stdout.read() == "done\n", time.monotonic() - start
+        return process.stdout.read() == "done\n"
+
+
+def rows_in(folder: Path) -> int:
+    return (folder / "rows.jsonl").read_bytes().count(b"\n")
 
 
 @pytest.mark.parametrize(("masks", "precision"), [("vit-unstructured", "bf16"), ("cnn-unstructured", "fp32")])
 def test_killed_three_times_gives_the_same_bytes(masks: str, precision: str, tmp_path: Path) -> None:
     """SIGKILL at three moments, then resumed: model.safetensors, masks and rows are those of an undisturbed run."""
-    done, length = heal_in_a_process(tmp_path / "whole", masks, precision)
-    assert done
-    moments = random.Random(5)
-    ends = [
-        heal_in_a_process(tmp_path / "killed", masks, precision, kill_after=moments.uniform(0.1, 0.6) * length)[0]
-        for _ in range(3)
-    ]
-    assert not all(ends)
-    assert heal_in_a_process(tmp_path / "killed", masks, precision)[0]
+    assert heal_in_a_process(tmp_path / "whole", masks, precision)
+    for rows in (3, 20, 41):
+        assert not heal_in_a_process(tmp_path / "killed", masks, precision, kill_after=rows)
+    assert heal_in_a_process(tmp_path / "killed", masks, precision)
+    assert rows_in(tmp_path / "whole") == 60
     for name in ("model.safetensors", "masks.safetensors", "rows.jsonl"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert not list((tmp_path / "killed").rglob("*.part"))

@@ -84,7 +84,7 @@ def _recognise(path: Path, dense: nn.Module | None, allow_pickle: bool) -> MaskF
     if not tensors and not nested:
         kind = type(found).__name__
         raise UserError(f"`{path}` holds no masks: it is a {kind} without a tensor in it", "is it the right file?")
-    if metadata.get("format") == METADATA["format"]:
+    if "starfish-masks" in metadata:
         file = _own(path, tensors, metadata)
     elif tensors:
         file = _recognise_flat(path, tensors, dense, masks_only=weights_beside is not None)
@@ -94,9 +94,9 @@ def _recognise(path: Path, dense: nn.Module | None, allow_pickle: bool) -> MaskF
 
 
 def _own(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> MaskFile:
-    version = metadata.get("version", "unknown")
-    if version != METADATA["version"]:
-        reads = f"this starfish reads version {METADATA['version']}"
+    version = metadata["starfish-masks"]
+    if version != METADATA["starfish-masks"]:
+        reads = f"this starfish reads version {METADATA['starfish-masks']}"
         raise UserError(f"`{path}` is a starfish mask file of version {version}; {reads}", "update starfish")
     return MaskFile("starfish", tensors, None, [])
 

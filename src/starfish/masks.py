@@ -15,7 +15,7 @@ from starfish import files
 from starfish.core import Masks
 from starfish.errors import UserError, listed
 
-METADATA = {"format": "starfish-masks", "version": "1"}
+METADATA = {"starfish-masks": "1"}  # the version; one entry, for safetensors writes several in any order
 
 
 def check(masks: Masks, model: nn.Module) -> None:
