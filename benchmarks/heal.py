@@ -36,12 +36,10 @@ QUESTIONS: dict[str, tuple[list[str], list[str], list[str], dict[str, list[str]]
         {"default": [], "paper": ["--recipe", "paper"]}),
     "deit-per": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.6", *sets("per=global")], IMAGENET, {"default": []}),
     "deit-2of4": (DEIT, ["--scope", "qkv+out+mlp", "--pattern", "2:4"], IMAGENET, {"default": []}),
-    "efficientnet": (EFFICIENTNET, ["--sparsity", "0.6"], IMAGENET,
-        {"default": [], "batchnorm": ["--method", "batchnorm"]}),
-    "efficientnet-policies": (EFFICIENTNET, ["--sparsity", "0.6"], IMAGENET, {
-        f"{policy}, tail {tail}": sets(f"bn={policy}", f"tail={tail}", "epochs=3", "precision=fp32")
-        for policy, tail in [("freeze", "true"), ("adapt", "true"), ("train", "true"), ("train+adapt", "true"),
-                             ("train+adapt", "false")]}),
+    "efficientnet": (EFFICIENTNET, ["--sparsity", "0.6"], [*IMAGENET, "--limit", "500"], {
+        "default": sets("epochs=5"), "batchnorm": ["--method", "batchnorm"],
+        "train, tail false": sets("epochs=5", "bn=train", "tail=false"), "freeze": sets("epochs=5", "bn=freeze")}),
+    "efficientnet-1000": (EFFICIENTNET, ["--sparsity", "0.6"], IMAGENET, {"default": []}),
     "resnet20": (RESNET, ["--sparsity", "0.8", *sets("per=global")], CIFAR, {
         "default": [], "batchnorm": ["--method", "batchnorm"],
         **{f"{policy}, tail {tail}": sets(f"bn={policy}", f"tail={tail}", "precision=fp32")

@@ -71,3 +71,13 @@ def test_whatever_holds_tensors_is_moved() -> None:
     assert meta["a"].is_meta
     assert meta["b"]["c"].is_meta
     assert to_device("text", CPU) == "text"
+
+
+def test_freed_memory_is_kept_where_the_library_can() -> None:
+    """Asked of glibc, which obeys, or of another library, which is left alone; in a process of its own."""
+    import subprocess
+    import sys
+
+    code = "from starfish.devices import keep_freed_memory; import platform; "
+    code += "assert keep_freed_memory() == (platform.libc_ver()[0] == 'glibc')"
+    subprocess.run([sys.executable, "-c", code], check=True)

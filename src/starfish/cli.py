@@ -402,10 +402,11 @@ def _load(
 ) -> tuple[Loaded, dict[str, Any]]:
     """The model on its device, and the stages of the command (its preprocessing one of them) with their settings."""
     from starfish.data import Preprocess
-    from starfish.devices import choose_device
+    from starfish.devices import choose_device, keep_freed_memory
     from starfish.models import load
     from starfish.settings import settle
 
+    keep_freed_memory()
     settle({**stages, "preprocess": Preprocess()}, sets or [])  # refuse before the costly part
     loaded = load(model, checkpoint=checkpoint, allow_pickle=allow_pickle)
     loaded.model.to(choose_device(device))
