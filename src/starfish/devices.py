@@ -38,8 +38,8 @@ def to_device(value: Any, device: torch.device) -> Any:
 def choose_precision(wanted: str, device: torch.device, weights: Iterable[Tensor]) -> str:
     """`auto` takes bf16 where the device multiplies in it and, on a CPU, most of the weights are matrices.
 
-    A rule and not a timing, so that the same seed gives the same numbers again. On a CPU a step of DeiT-T is 1.7 times as
-    fast in bf16, of ResNet-18 1.8 times, of EfficientNet-Lite0, with its depthwise filters, not at all
+    A rule and not a timing, so that the same seed gives the same numbers again. On a CPU a step of DeiT-T is 1.7 times
+    as fast in bf16, of ResNet-18 1.8 times, of EfficientNet-Lite0, with its depthwise filters, not at all
     (benchmarks/precision.py); convolutional networks stay in fp32 unless asked.
     """
     if wanted in {"fp32", "bf16"}:
