@@ -62,7 +62,7 @@ def test_watch_returns_what_was_made_and_talks_on_stderr_only(capsys: pytest.Cap
     assert out == ""
     lines = err.splitlines()
     assert len(lines) == 1  # the end of a stage; no line a step
-    assert lines[0].startswith("heal 3/3 epoch 1  loss 0.3000  cosine 0.9000")
+    assert lines[0].startswith("heal 3/3 epoch 1 loss 0.3000 cosine 0.9000")
     assert "images/s" in lines[0]
     assert "\x1b" not in err
 

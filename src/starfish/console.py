@@ -111,7 +111,8 @@ class _Plain:
         self.pace.see(row)
         if done == total or time.monotonic() - self.last > QUIET_SECONDS:
             self.last = time.monotonic()
-            say(f"{stage} {done}/{total} {self.pace.text(row)}".rstrip())
+            epoch = f"epoch {row['epoch']} " if "epoch" in row else ""
+            say(f"{stage} {done}/{total} {epoch}{self.pace.text(row)}".rstrip())
 
 
 class _Live:
@@ -119,11 +120,14 @@ class _Live:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
+        whole = Column(no_wrap=True)  # in eighty columns the bar gives way, not the figures
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"), console=Console(stderr=True),
+            TextColumn("{task.description}", table_column=whole), BarColumn(bar_width=8),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=whole), TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[text]}", table_column=whole), console=Console(stderr=True),
         )  # fmt: skip
         self.pace = _Pace()
         self.tasks: dict[str, Any] = {}
@@ -157,9 +161,7 @@ class _Pace:
         if "stage" in row:
             return ""
         parts = [f"{name} {row[name]:.4f}" for name in ("loss", "cosine") if isinstance(row.get(name), float)]
-        if "epoch" in row:
-            parts.insert(0, f"epoch {row['epoch']}")
         if len(self.seen) > 1:
             elapsed = self.seen[-1][0] - self.seen[0][0]
             parts.append(f"{sum(images for _, images in self.seen[1:]) / max(elapsed, 1e-9):.0f} images/s")
-        return "  ".join(parts)
+        return " ".join(parts)
