@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results" / "precision.json"
 
 
 def main(images: int = 16, repeats: int = 5) -> None:
-    facts: dict[str, object] = {"images": images, "repeats": repeats, "versions": versions(), "ratio": {}}
+    ratio: dict[str, float] = {}
     for name in MODELS:
         model = timm.create_model(name).eval()
         inputs = torch.randn(images, 3, 224, 224)
@@ -28,8 +28,9 @@ def main(images: int = 16, repeats: int = 5) -> None:
             precision: [step(model, inputs, precision) for _ in range(repeats)] for precision in ("fp32", "bf16")
         }
         best = {precision: min(found) for precision, found in seconds.items()}
-        facts["ratio"][name] = round(best["fp32"] / best["bf16"], 2)  # type: ignore[index]
-        print(name, facts["ratio"][name], flush=True)  # type: ignore[index]
+        ratio[name] = round(best["fp32"] / best["bf16"], 2)
+        print(name, ratio[name], flush=True)
+    facts = {"images": images, "repeats": repeats, "versions": versions(), "ratio": ratio}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -100,8 +100,8 @@ def test_the_command_is_given_as_it_was_typed() -> None:
     [
         ("hf-hub:timm/some", 'timm.create_model("local-dir:RUN", pretrained=True)'),
         ("local-dir:/home/someone/secret/folder", 'timm.create_model("local-dir:RUN", pretrained=True)'),
-        ("torchvision/vit_b_16@IMAGENET1K_V1", 'starfish.load("RUN").model'),
-        ("mine.models:build?depth=3", 'starfish.load("RUN").model'),
+        ("torchvision/vit_b_16@IMAGENET1K_V1", 'starfish.load("RUN")'),
+        ("mine.models:build?depth=3", 'starfish.load("RUN")'),
     ],
 )
 def test_the_way_to_load_fits_the_model(name: str, line: str) -> None:

@@ -181,4 +181,4 @@ def test_timm_loads_the_folder_of_a_masked_vit(images: Tensor, tmp_path: Path) -
     again = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True).eval()
     with torch.no_grad():
         assert torch.equal(again(images), student.model(images))
-        assert torch.equal(starfish.load(str(tmp_path / "run")).model(images), student.model(images))
+        assert torch.equal(starfish.load(str(tmp_path / "run"))(images), student.model(images))

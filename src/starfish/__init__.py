@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from starfish.methods import METHODS
     from starfish.methods.align import Starfish
     from starfish.methods.batchnorm import BatchNorm
-    from starfish.models import load
+    from starfish.models import load_module as load
     from starfish.pruners import PRUNERS, prune
     from starfish.pruners.magnitude import Magnitude
 
@@ -35,7 +35,7 @@ _HOMES = {
     "StoredImages": "data",
     "UserError": "errors",
     "heal_": "heal",
-    "load": "models",
+    "load": "models:load_module",
     "prune": "pruners",
 }
 
@@ -64,4 +64,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module `starfish` has no attribute `{name}`")
-    return getattr(import_module(f"starfish.{_HOMES[name]}"), name)
+    home, _, own_name = _HOMES[name].partition(":")
+    return getattr(import_module(f"starfish.{home}"), own_name or name)

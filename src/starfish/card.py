@@ -77,7 +77,7 @@ def _loading(config: dict[str, Any]) -> list[str]:
     if "architecture" in config:
         return ["import timm", "", f'model = timm.create_model("local-dir:{FOLDER}", pretrained=True)']
     if "model" in config.get("starfish", {}):
-        return ["import starfish", "", f'model = starfish.load("{FOLDER}").model']
+        return ["import starfish", "", f'model = starfish.load("{FOLDER}")']
     return ["from safetensors.torch import load_file", "",
             f'model.load_state_dict(load_file("{FOLDER}/model.safetensors"))  # your own model']  # fmt: skip
 

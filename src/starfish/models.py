@@ -65,6 +65,11 @@ def load(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = Fals
     return loaded
 
 
+def load_module(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = False) -> nn.Module:
+    """The model of a run folder, or of any other name, ready to be called: `starfish.load`."""
+    return load(name, checkpoint=checkpoint, allow_pickle=allow_pickle).model
+
+
 def load_run(folder: Path) -> Loaded:
     """The healed model of a run folder."""
     config = read_json(folder / "config.json")
