@@ -464,3 +464,17 @@ def test_the_weights_in_a_checkpoint_are_found() -> None:
     for found in (C.weights_of(value, model) for value in held):
         assert found.keys() == bare.keys()
         assert all(torch.equal(found[name], bare[name]) for name in bare)
+
+
+def test_old_state_dicts_without_batch_counts_are_read(tmp_path: Path) -> None:
+    """`num_batches_tracked` came late to BatchNorm, and torch fills it in."""
+    dense = conv()
+    weights = {name: value for name, value in dense.state_dict().items() if not name.endswith("num_batches_tracked")}
+    assert len(weights) < len(dense.state_dict())
+    weights["4.weight"] = weights["4.weight"].clone()
+    weights["4.weight"][0] = 0
+    found = C.read(save(tmp_path / "file.pt", weights), dense)
+    assert list(found.masks) == ["4.weight"]
+    assert found.weights is not None
+    dense.load_state_dict(found.weights)
+    assert not dense[4].weight[0].any()

@@ -471,9 +471,9 @@ def test_a_pickled_module_only_when_allowed(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda state: state.pop("blocks.1.mlp.fc2.bias"), r"lacks `blocks\.1\.mlp\.fc2\.bias`"),
-        (lambda state: state.update(more=torch.ones(1)), r"has `more`, unknown to the model"),
+        (lambda state: state.update(more=torch.ones(1)), r"holds `more`, unknown to the model"),
         (lambda state: state.update({"head.weight": torch.ones(7, 24)}),
-         r"`head\.weight` is \(7, 24\), in the model \(5, 24\)"),
+         r"`head\.weight` in .* has shape \(7, 24\), in the model \(5, 24\)"),
         (lambda state: state.clear(), "lacks"),
     ],
 )  # fmt: skip

@@ -47,7 +47,7 @@ def read(path: Path, dense: nn.Module | None, *, allow_pickle: bool = False, den
     """
     file = _renamed(_recognise(path, dense, allow_pickle), dense)
     if dense is not None and file.weights is not None:
-        _check_weights(path, file.weights, dense)
+        check_weights(path, file.weights, dense)
     if file.container == "plain zeros":
         if dense is None:
             raise UserError(
@@ -277,14 +277,16 @@ def _rename(tensors: dict[str, Tensor], new: dict[str, str]) -> dict[str, Tensor
     return renamed
 
 
-def _check_weights(path: Path, weights: Mapping[str, Tensor], dense: nn.Module) -> None:
-    expected = dense.state_dict()
+def check_weights(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Refuse, by name, a state dict that is not wholly the model's."""
+    expected = model.state_dict()
     unexpected = [name for name in weights if name not in expected]
     if unexpected:
         raise UserError(
             f"`{path}` holds {listed(unexpected)}, unknown to the model", nearest_name(unexpected[0], expected)
         )
-    missing = [name for name in expected if name not in weights]
+    optional = "num_batches_tracked"  # which old files lack and torch fills in
+    missing = [name for name in expected if name not in weights and not name.endswith(optional)]
     if missing:
         raise UserError(f"`{path}` lacks {listed(missing)} of the model", "save the whole state dict")
     for name, value in weights.items():
@@ -370,7 +372,8 @@ def _notes(file: MaskFile, dense: nn.Module | None) -> list[str]:
     if idle := sum(int(((weight == 0) & mask).count_nonzero()) for mask, weight in pairs):
         notes.append(f"{idle} weights are zero where the masks keep them")
     reference = {} if dense is None else dense.state_dict()
-    changed = [name for name in reference if name not in file.masks and _differ(file.weights[name], reference[name])]
+    shared = [name for name in reference if name in file.weights and name not in file.masks]
+    changed = [name for name in shared if _differ(file.weights[name], reference[name])]
     if changed:
         notes.append(f"{len(changed)} tensors without a mask differ from the dense model's: {listed(changed)}")
     return notes

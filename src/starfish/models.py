@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from starfish.activations import logits
-from starfish.containers import weights_of
+from starfish.containers import check_weights, weights_of
 from starfish.data import Interpolation, Mode, Preprocess
 from starfish.errors import UserError, listed
 from starfish.files import read_json, read_object, read_safetensors
@@ -60,7 +60,7 @@ def load(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = Fals
         return load_run(Path(name))
     loaded = _build(name, pretrained=pretrained and checkpoint is None)
     if checkpoint is not None:
-        load_weights_(loaded.model, read_object(checkpoint, allow_pickle=allow_pickle), str(checkpoint))
+        load_weights_(loaded.model, read_object(checkpoint, allow_pickle=allow_pickle), checkpoint)
     loaded.model.eval()
     return loaded
 
@@ -78,26 +78,15 @@ def load_run(folder: Path) -> Loaded:
         raise UserError(f"`{folder}` is not a run of the command line: its config.json does not name the model")
     name = f"local-dir:{folder}" if "architecture" in config else facts["model"]  # timm's, wherever it came from
     loaded = _build(name, pretrained=False)
-    load_weights_(loaded.model, read_safetensors(folder / "model.safetensors")[0], str(folder))
+    load_weights_(loaded.model, read_safetensors(folder / "model.safetensors")[0], folder)
     loaded.model.eval()
     return Loaded(facts["model"], loaded.model, preprocess_from(facts["preprocess"]), loaded.config)
 
 
-def load_weights_(model: nn.Module, held: Any, where: str) -> None:
+def load_weights_(model: nn.Module, held: Any, where: Path) -> None:
     """Load a state dict, unwrapped from whatever holds it; every name must fit."""
     weights = weights_of(held, model)
-    known = model.state_dict()
-    missing, unexpected = sorted(known.keys() - weights.keys()), sorted(weights.keys() - known.keys())
-    missing = [
-        name for name in missing if not name.endswith("num_batches_tracked")
-    ]  # old files lack it, torch fills in
-    if missing or unexpected:
-        problem = f"lacks {listed(missing)}" if missing else f"has {listed(unexpected)}, unknown to the model"
-        raise UserError(f"the weights in `{where}` do not fit: the file {problem}", "is it the same architecture?")
-    for name, tensor in weights.items():
-        if tensor.shape != known[name].shape:
-            shapes = f"{tuple(tensor.shape)}, in the model {tuple(known[name].shape)}"
-            raise UserError(f"the weights in `{where}` do not fit: `{name}` is {shapes}")
+    check_weights(where, weights, model)
     model.load_state_dict(weights)
 
 
