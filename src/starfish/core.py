@@ -72,7 +72,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Where unit j lies in one parameter: index `start + j` of dimension `dim`."""
+    """Where unit j lies in one parameter or buffer: index `start + j` of dimension `dim`."""
 
     parameter: str
     dim: int
@@ -83,11 +83,12 @@ class Part:
 class Unit:
     """A family of `count` units, each a set of rows, columns and bias entries that go together."""
 
-    kind: str  # "neuron" (MLP) or "qk" (a query-key dimension)
-    block: str
+    kind: str  # "neuron" (MLP), "qk" (a query-key dimension) or "channel" (of convolutions)
+    block: str  # where it is made
     count: int
     groups: int  # heads; units are numbered head by head
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # those of dimension 1 in a weight read the unit, all others make it
+    outputs: tuple[str, ...] = ()  # blocks whose output has unit j as its channel j
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ class Anatomy:
         str, ...
     ]  # prunable parameters that no block's output depends on: aligning blocks cannot train them
     tail: dict[str, str]  # of these, the ones in modules that run: parameter → module
+    next_norms: dict[str, str] = field(default_factory=dict)  # block → the LayerNorm or RMSNorm that reads its output
+    shifts: dict[str, str] = field(default_factory=dict)  # weight → tensor that can take up a constant added to its
+    # output: a bias, or the running mean of the BatchNorm that follows (which takes it with a minus)
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class Method(ABC):
         """What the job must have: "labels", "batchnorm"."""
         return frozenset()
 
-    def also_changes(self, model: nn.Module) -> frozenset[str]:
+    def also_changes(self, job: Job) -> frozenset[str]:
         """Tensors outside the masks that this method may change; all others must stay bit-identical."""
         return frozenset()
 

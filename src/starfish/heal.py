@@ -65,7 +65,7 @@ def healing_(job: Job, method: Method, evaluation: Images, run: Run | None = Non
     """`heal_`, row by row. Closing the generator between two rows saves what `run` needs to resume."""
     start = time.monotonic()
     method = _settled(check_method(method, job), run)
-    proof = _Proof(job, method.also_changes(job.model))
+    proof = _Proof(job, method.also_changes(job))
     dense_BK = yield from evaluate.predict(job.dense, evaluation, "dense")
     before = yield from _before(job, dense_BK, evaluation, run)
 

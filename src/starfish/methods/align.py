@@ -55,8 +55,8 @@ class Starfish(Method):
     def needs(self) -> frozenset[str]:
         return frozenset({"labels"} if self.objective == "ce" else ())
 
-    def also_changes(self, model: nn.Module) -> frozenset[str]:
-        return frozenset() if self.bn == "freeze" else statistics_names(model)
+    def also_changes(self, job: Job) -> frozenset[str]:
+        return frozenset() if self.bn == "freeze" else statistics_names(job.model)
 
     def settle(self, job: Job) -> Starfish:
         self._check()

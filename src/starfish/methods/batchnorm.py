@@ -24,8 +24,8 @@ class BatchNorm(Method):
     def needs(self) -> frozenset[str]:
         return frozenset({"batchnorm"})
 
-    def also_changes(self, model: nn.Module) -> frozenset[str]:
-        return statistics_names(model)
+    def also_changes(self, job: Job) -> frozenset[str]:
+        return statistics_names(job.model)
 
     def fit(self, job: Job) -> Iterator[Row]:
         if are_folded(batchnorms(job.model)):
