@@ -36,11 +36,15 @@ class Layer:
         """Its role if it is a convolution, else the empty string."""
         if not isinstance(self.module, (nn.Conv1d, nn.Conv2d)):
             return ""
-        return "depthwise" if self.module.groups == self.module.in_channels > 1 else "conv"
+        return "depthwise" if is_depthwise(self.module) else "conv"
 
     @property
     def bias(self) -> str | None:
         return f"{self.path}.bias" if isinstance(self.module.bias, nn.Parameter) else None
+
+
+def is_depthwise(convolution: nn.Conv1d | nn.Conv2d) -> bool:
+    return convolution.groups == convolution.in_channels > 1
 
 
 def layers_of(module: nn.Module) -> list[Layer]:
