@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from cases import tiny_vit
 from starfish import cli
+from starfish.cli import demo
 
 MODEL = "timm/vit_tiny_patch16_224?img_size=32&patch_size=8&embed_dim=24&depth=2&num_heads=3&num_classes=5"
 QUICK = ["--set", "epochs=2", "--set", "batch_size=8", "--set", "precision=fp32"]
@@ -272,7 +273,7 @@ def test_sigterm_stops_resumably(
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model is there, loses most of its accuracy and gets most of it back, here in two epochs of ten."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "DEMO_SETTINGS", ["epochs=2", "lr=1e-3", "precision=fp32"])
+    monkeypatch.setattr(demo, "DEMO_SETTINGS", ["epochs=2", "lr=1e-3", "precision=fp32"])
     (tmp_path / "starfish-demo" / "run").mkdir(parents=True)
     (tmp_path / "starfish-demo" / "run" / "config.json").write_text("{}")  # of an earlier demo: replaced
     accuracy = answer(capsys, "demo")["accuracy"]

@@ -1,0 +1,106 @@
+"""`starfish heal`"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from starfish.cli.inputs import choose, healing_images, load_model, start_
+from starfish.cli.options import Blocks, Checkpoint, Device, Json, Model, Pickle, Seed, Set
+from starfish.console import emit, say, watch
+from starfish.errors import UserError, listed
+from starfish.views import show_scores
+
+if TYPE_CHECKING:
+    from starfish.core import Job
+    from starfish.data import StoredImages
+
+
+def heal(
+    model: Model,
+    images: Annotated[
+        str, typer.Option(help="Unlabeled images: a folder, folders by class, a .npz or .safetensors file.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The run folder.")],
+    masks: Annotated[Path | None, typer.Option(help="Masks, in any container `starfish inspect` reads.")] = None,
+    pruned: Annotated[
+        Path | None, typer.Option(help="A pruned checkpoint: its zeros are the mask, its weights the start.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="`starfish methods` lists them.")] = "starfish",
+    recipe: Annotated[str, typer.Option(help="default, or paper for the paper's settings to the letter.")] = "default",
+    sets: Set = None,
+    limit: Annotated[int | None, typer.Option(help="Take so many of the images, a seeded sample.")] = None,
+    evaluation: Annotated[
+        str | None, typer.Option("--eval", help="Images to measure on; folders by class give accuracy.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")] = False,
+    seed: Seed = 0,
+    checkpoint: Checkpoint = None,
+    allow_pickle: Pickle = False,
+    blocks: Blocks = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Heal a pruned model so that it follows the dense one; the mask stays as it is."""
+    from copy import deepcopy
+
+    from starfish.data import digest_of
+    from starfish.heal import check_method, digest, healing_, job_of
+    from starfish.masks import digest as digest_of_masks
+    from starfish.methods import METHODS, RECIPES
+    from starfish.runs import Run
+    from starfish.settings import names_of
+
+    if recipe not in RECIPES:
+        raise UserError(f"the recipe is `{recipe}`", f"it can be {listed(list(RECIPES))}")
+    chosen = choose(METHODS, "method", method)
+    settings = [f"{key}={value}" for key, value in RECIPES[recipe].items() if key in names_of(chosen)]
+    loaded, stages = load_model(model, checkpoint, allow_pickle, device, {method: chosen}, [*settings, *(sets or [])])
+    student = deepcopy(loaded.model)
+    chosen_masks = start_(student, loaded.model, masks, pruned, allow_pickle)
+    pictures, held_out = healing_images(images, evaluation, limit, stages["preprocess"], loaded, seed)
+    job = job_of(student, loaded.model, chosen_masks, pictures, blocks=blocks, seed=seed)
+    facts = {
+        "model": loaded.name,
+        "checkpoint": str(checkpoint) if checkpoint else None,
+        "method": method,
+        "settings": asdict(stages[method]),
+        "preprocess": asdict(stages["preprocess"]),
+        "blocks": blocks,
+        "seed": seed,
+        "images": images,
+        "limit": limit,
+        "eval": evaluation,
+        "digests": {
+            "dense": digest(job.dense),
+            "start": digest(job.model),
+            "masks": digest_of_masks(job.masks),
+            "images": digest_of(pictures.pixels),
+        },
+        "command": _command_line(),
+    }
+    settled = check_method(stages[method], job)
+    run = Run.open(output, {**loaded.config, "starfish": facts}, resume=resume)
+    result = run.result
+    if result is None:
+        _warn(job, held_out)
+        result = watch(healing_(job, settled, held_out, run)).facts()
+    if json:
+        emit(result)
+        return
+    show_scores(result)
+    say(f"healed {loaded.name}: {output}")
+
+
+def _warn(job: Job, held_out: StoredImages) -> None:
+    """What the user should know before the time is spent."""
+    if held_out.labels is None:
+        say("note: no labels to measure with; the table says how closely the model follows the dense one")
+
+
+def _command_line() -> list[str]:
+    return [word for word in sys.argv[1:] if word not in {"--resume", "--json"}]

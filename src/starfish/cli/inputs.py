@@ -1,0 +1,110 @@
+"""What commands are given: the model, images, masks, and the stages they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from starfish.console import say, watch
+from starfish.errors import UserError, listed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from starfish.core import Anatomy, Masks
+    from starfish.data import Preprocess, StoredImages
+    from starfish.models import Loaded
+
+MOST_HELD_OUT = 256
+
+
+def choose(known: dict[str, Any], kind: str, name: str) -> Any:
+    """The method or pruner of that name."""
+    if name not in known:
+        raise UserError(f"there is no {kind} `{name}`", f"there are {listed(list(known), 20)}")
+    return known[name]
+
+
+def load_model(
+    model: str, checkpoint: Path | None, allow_pickle: bool, device: str, stages: dict[str, Any], sets: list[str] | None
+) -> tuple[Loaded, dict[str, Any]]:
+    """The model on its device, and the stages of the command (its preprocessing one of them) with their settings."""
+    from starfish.data import Preprocess
+    from starfish.devices import choose_device, keep_freed_memory
+    from starfish.models import load
+    from starfish.settings import settle
+
+    keep_freed_memory()
+    settle({**stages, "preprocess": Preprocess()}, sets or [])  # refuse before the costly part
+    loaded = load(model, checkpoint=checkpoint, allow_pickle=allow_pickle)
+    loaded.model.to(choose_device(device))
+    return loaded, settle({**stages, "preprocess": loaded.preprocess}, sets or [])
+
+
+def load_pictures(
+    source: str,
+    preprocess: Preprocess,
+    loaded: Loaded,
+    *,
+    role: Literal["calib", "eval"] = "calib",
+    limit: int | None = None,
+    seed: int = 0,
+) -> StoredImages:
+    """Images as the model wants them; what cannot be read is named."""
+    from starfish.data import load
+    from starfish.models import classes
+
+    pictures = watch(load(source, preprocess, role=role, limit=limit, seed=seed, classes=classes(loaded)))
+    for name in pictures.skipped:
+        say(f"warning: skipped `{name}`, which cannot be read")
+    return pictures
+
+
+def find_anatomy(loaded: Loaded, pictures: StoredImages | None, blocks: str | None) -> Anatomy:
+    """What is found in the model, from two of the images or else from noise."""
+    from starfish.anatomy import find
+    from starfish.devices import to_device
+    from starfish.models import device_of, example
+
+    inputs = pictures.batch([0, len(pictures) - 1]) if pictures else example(loaded)
+    return find(loaded.model, to_device(inputs, device_of(loaded.model)), blocks=blocks)
+
+
+def start_(student: nn.Module, dense: nn.Module, masks: Path | None, pruned: Path | None, allow_pickle: bool) -> Masks:
+    """The masks; `student` gets the weights to start from."""
+    from starfish.containers import read
+    from starfish.masks import sparsity
+
+    if (masks is None) == (pruned is None):
+        raise UserError("give either --masks or --pruned", "--masks FILE with masks, --pruned FILE with pruned weights")
+    path = masks or pruned
+    assert path is not None
+    found = read(path, dense, allow_pickle=allow_pickle)
+    say(f"{path}: {found.container}, {sparsity(found.masks):.1%} of {len(found.masks)} tensors pruned")
+    for note in found.notes:
+        say(f"note: {note}")
+    if pruned is not None:
+        if found.weights is None:
+            raise UserError(f"`{pruned}` holds masks and no weights", "give it with --masks")
+        student.load_state_dict(found.weights)
+    return found.masks
+
+
+def healing_images(
+    images: str, evaluation: str | None, limit: int | None, preprocess: Preprocess, loaded: Loaded, seed: int
+) -> tuple[StoredImages, StoredImages]:
+    """Images to heal on and others to measure on: those of --eval, else some of the same source held out."""
+    if evaluation is not None:
+        pictures = load_pictures(images, preprocess, loaded, limit=limit, seed=seed)
+        return pictures, load_pictures(evaluation, preprocess, loaded, role="eval", seed=seed)
+    wanted = limit + MOST_HELD_OUT if limit and limit > 0 else limit
+    pictures = load_pictures(images, preprocess, loaded, limit=wanted, seed=seed)
+    spare = 0 if limit is None else len(pictures) - limit
+    size = spare if spare > 0 else min(MOST_HELD_OUT, len(pictures) // 10)
+    if size < 1:
+        raise UserError(
+            f"`{images}` has {len(pictures)} images", "give 10 or more, or others to measure on with --eval"
+        )
+    healing, held_out = pictures.split(len(pictures) - size)
+    say(f"no --eval: {size} of the images are held out to measure on, {len(healing)} heal")
+    return healing, held_out
