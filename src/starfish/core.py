@@ -77,6 +77,7 @@ class Part:
     parameter: str
     dim: int
     start: int = 0
+    side: str = ""  # "q" or "k" in a query-key dimension
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,13 @@ class Unit:
     count: int
     groups: int  # heads; units are numbered head by head
     parts: tuple[Part, ...]  # those of dimension 1 in a weight read the unit, all others make it
-    outputs: tuple[str, ...] = ()  # blocks whose output has unit j as its channel j
+    outputs: tuple[tuple[str, int], ...] = ()  # (block, start): unit j is channel start + j of that block's output
+    holder: str = ""  # of a query-key dimension: the attention
+
+    @property
+    def readers(self) -> tuple[Part, ...]:
+        """The columns that read the unit; with these zero it has no effect, whatever makes it."""
+        return tuple(part for part in self.parts if part.dim == 1)
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,8 @@ class Anatomy:
     ]  # prunable parameters that no block's output depends on: aligning blocks cannot train them
     tail: dict[str, str]  # of these, the ones in modules that run: parameter → module
     next_norms: dict[str, str] = field(default_factory=dict)  # block → the LayerNorm or RMSNorm that reads its output
-    shifts: dict[str, str] = field(default_factory=dict)  # weight → tensor that can take up a constant added to its
-    # output: a bias, or the running mean of the BatchNorm that follows (which takes it with a minus)
+    shifts: dict[str, tuple[str, int]] = field(default_factory=dict)  # weight → (tensor that can take up a constant
+    # added to its output, sign): its bias, +1, or the running mean of the BatchNorm that follows, −1
 
 
 @dataclass(frozen=True)

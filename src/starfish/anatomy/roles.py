@@ -143,7 +143,7 @@ def _heads(after: list[Layer], classes: int | None) -> set[str]:
 def units_of(block: Inside, rotary: bool) -> Iterator[Unit]:
     for path, parts in block.attentions.items():
         if not rotary and "kv" not in parts:
-            yield from _query_keyunits_of(block, path, parts)
+            yield from _query_key_units(block, path, parts)
     for reader, writer in block.pairs:
         readers = [one for one, two in block.pairs if two is writer]
         if len(readers) == 1 and reader.rows == writer.columns and not _is_coupled(block, reader, writer):
@@ -166,29 +166,30 @@ def _is_coupled(block: Inside, reader: Layer, writer: Layer) -> bool:
     return any(reader.rows in own.shape for module in between for own in module.parameters(recurse=False))
 
 
-def _query_keyunits_of(block: Inside, path: str, parts: dict[str, Layer]) -> Iterator[Unit]:
+def _query_key_units(block: Inside, path: str, parts: dict[str, Layer]) -> Iterator[Unit]:
     holder = block.module.get_submodule(path[len(block.name) + 1 :]) if path != block.name else block.module
     heads = _head_count(holder)
     rows = parts["qkv"].rows // 3 if "qkv" in parts else parts["q"].rows
     same_width = "qkv" in parts or parts["k"].rows == rows
     if heads and rows % heads == 0 and same_width and _is_plain_product(holder):
-        yield Unit("qk", block.name, rows, heads, tuple(_query_key_parts(path, holder, parts, rows)))
+        yield Unit("qk", block.name, rows, heads, tuple(_query_key_parts(path, holder, parts, rows)), holder=path)
 
 
 def _query_key_parts(path: str, holder: nn.Module, parts: dict[str, Layer], rows: int) -> Iterator[Part]:
     if "qkv" in parts:
-        yield from (Part(parts["qkv"].parameter, 0, start) for start in (0, rows))
+        names = [parts["qkv"].parameter, _fused_bias(path, holder, parts["qkv"])]
+        yield from (Part(name, 0, start, side) for name in names if name for start, side in ((0, "q"), (rows, "k")))
     else:
-        yield from (Part(parts[role].parameter, 0) for role in "qk")
-    if isinstance(holder, nn.MultiheadAttention):
-        if holder.in_proj_bias is not None:
-            yield from (Part(f"{path}.in_proj_bias", 0, start) for start in (0, rows))
-        return
-    if "qkv" in parts and parts["qkv"].bias:
-        yield from (Part(parts["qkv"].bias, 0, start) for start in (0, rows))
-    yield from (Part(parts[role].bias or "", 0) for role in "qk" if role in parts and parts[role].bias)
+        yield from (Part(parts[side].parameter, 0, side=side) for side in "qk")
+        yield from (Part(parts[side].bias or "", 0, side=side) for side in "qk" if parts[side].bias)
     own = dict(holder.named_parameters(recurse=False))
-    yield from (Part(f"{path}.{name}", 0) for name in ("q_bias", "k_bias") if name in own)
+    yield from (Part(f"{path}.{side}_bias", 0, side=side) for side in "qk" if f"{side}_bias" in own)
+
+
+def _fused_bias(path: str, holder: nn.Module, layer: Layer) -> str | None:
+    if isinstance(holder, nn.MultiheadAttention):
+        return f"{path}.in_proj_bias" if holder.in_proj_bias is not None else None
+    return layer.bias
 
 
 def _head_count(holder: nn.Module) -> int | None:
