@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import starfish
+import starfish.masks
 from cases import Case, tiny_cnn, tiny_vit
 from starfish.methods.align import BATCHNORM_POLICIES
 from starfish.pruners.magnitude import Magnitude
@@ -214,3 +215,58 @@ def test_divergence_stops_the_run_by_name(images: Tensor) -> None:
     with pytest.raises(starfish.UserError, match=r"became (nan|inf) at step") as caught:
         starfish.heal_(model, dense, masks, images, method)
     assert "learning rate" in caught.value.hint
+
+
+def test_view_compares_what_the_next_block_reads(images: Tensor) -> None:
+    """The first loss with view=next_norm is the cosine loss of both outputs through the dense model's next norm."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    student = deepcopy(model)
+    starfish.masks.apply_(student, masks)
+    method = replace(FIXED, view="next_norm", epochs=1, batch_size=12)
+    found = starfish.heal_(model, dense, masks, images, method).rows[0]["loss"]
+    outputs: list[list[Tensor]] = [[], []]
+    for side, net in zip(outputs, (student, dense), strict=True):
+        for block in net.blocks:  # type: ignore[union-attr]
+            block.register_forward_hook(lambda _m, _i, out, side=side: side.append(out))
+        net(images)
+    norms = [dense.blocks[1].norm1, dense.norm]  # type: ignore[index,union-attr]
+    losses = [1 - nn.functional.cosine_similarity(norm(a), norm(b), dim=-1).mean().detach()  # type: ignore[operator]
+              for norm, a, b in zip(norms, *outputs, strict=True)]  # fmt: skip
+    assert found == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
+    raw = starfish.heal_(deepcopy(student), dense, masks, images, replace(method, view="raw")).rows[0]["loss"]
+    assert abs(float(raw) - float(found)) > 1e-4
+
+
+@pytest.mark.parametrize(("train", "kinds"), [
+    ("weights", set()), ("weights+biases", {"mlp.fc1.bias", "mlp.fc2.bias", "attn.qkv.bias", "attn.proj.bias"}),
+    ("weights+norms", {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"}),
+])  # fmt: skip
+def test_train_frees_what_it_says(train: str, kinds: set[str], images: Tensor) -> None:
+    """Biases of masked layers and norms of blocks move where asked for, are declared, and nothing else is."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    result = starfish.heal_(model, dense, masks, images, replace(FIXED, train=train))
+    expected = {f"blocks.{block}.{kind}" for block in (0, 1) for kind in kinds}
+    assert set(result.also_changed) == expected
+    before = dense.state_dict()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved - masks.keys() == expected
+
+
+def test_augmented_views_are_answered_anew_and_resume_alike(images: Tensor) -> None:
+    """With augment no targets are kept; the same seed gives the same losses, another view others."""
+    losses = {}
+    for augment in ("none", "flip", "flip", "mixup:1"):
+        model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+        rows = starfish.heal_(model, dense, masks, images, replace(FIXED, augment=augment)).rows
+        found = [row["loss"] for row in rows]
+        assert losses.setdefault(augment, found) == found
+    assert len({tuple(found) for found in losses.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("view", "next"), ("train", "weight"), ("augment", "blur"), ("optimizer", "lion")]
+)
+def test_unknown_choices_are_refused_by_name(field: str, value: str, images: Tensor) -> None:
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    with pytest.raises(starfish.UserError, match=value):
+        starfish.heal_(model, dense, masks, images, replace(FIXED, **{field: value}))  # type: ignore[arg-type]

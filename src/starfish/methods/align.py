@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from starfish import augment as augmentation
+from starfish import masks
 from starfish.activations import Recorder, logits, positions
-from starfish.core import Job, Method, Row, State
+from starfish.core import Job, Method, Row
 from starfish.devices import autocast, choose_precision, to_device
 from starfish.errors import UserError, listed
 from starfish.methods import objectives
 from starfish.methods.batchnorm import are_folded, batchnorms, reestimate_, statistics_names
+from starfish.methods.optimizers import OPTIMIZERS, Optimizer
 
 OBJECTIVES = {
     "cosine": "every block's output points the same way as the dense model's (STARFISH, eq. 1)",
@@ -27,7 +32,6 @@ OBJECTIVES = {
     "ce": "cross-entropy with the labels",
     "cosine+kl": "half the block alignment and half the KL divergence",
 }
-OPTIMIZERS = ("adamw", "adam", "sgd")
 BATCHNORM_POLICIES = ("freeze", "adapt", "train", "train+adapt")
 
 
@@ -41,22 +45,26 @@ class Starfish(Method):
     warmup_steps: int = 0  # steps in which the rate rises in a line to the schedule
     epochs: int = 10
     batch_size: int = 0  # 0: 32, or 64 for a network without attention
-    optimizer: str = "adamw"  # adamw, adam, sgd (momentum 0.9)
+    optimizer: str = "adamw"  # adamw, adam, sgd (momentum 0.9), muon (matrices; AdamW takes the rest)
     weight_decay: float = 0.0
     clip: float = 0.0  # largest norm of the masked gradient; 0 does not clip
+    view: str = "raw"  # next_norm: block outputs as the next block reads them, through the dense model's norm
     granularity: str = "auto"  # token, sample, channel-position; auto: token with attention, else sample
     shuffle: bool = True  # a new order each epoch; false: one order for all epochs, as the authors' code
     precision: str = "auto"  # fp32, bf16; auto: bf16 where the device is good at it. The loss is always fp32
     bn: str = "auto"  # freeze, adapt, train, train+adapt
     train_v: bool = True  # false: the V rows of a fused qkv weight stay as they are where the mask keeps them all
     temperature: float = 1.0  # of the KL divergence
+    train: str = "weights"  # weights, and joined by + biases (of the masked layers), norms (of the blocks)
+    augment: str = "none"  # such as flip,crop:0.5+mixup: new views of the images, which the dense model answers anew
     tail: bool = True  # also align the outputs of pruned layers after the last block, which nothing else would train
 
     def needs(self) -> frozenset[str]:
         return frozenset({"labels"} if self.objective == "ce" else ())
 
     def also_changes(self, job: Job) -> frozenset[str]:
-        return frozenset() if self.bn == "freeze" else statistics_names(job.model)
+        statistics = frozenset[str]() if self.bn == "freeze" else statistics_names(job.model)
+        return statistics | frozenset(_beside(job, self.train))
 
     def settle(self, job: Job) -> Starfish:
         self._check()
@@ -77,6 +85,10 @@ class Starfish(Method):
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("granularity", self.granularity, ("auto", "token", "sample", "channel-position"))
         _one_of("bn", self.bn, ("auto", *BATCHNORM_POLICIES))
+        _one_of("view", self.view, VIEWS)
+        for part in self.train.split("+"):
+            _one_of("train", part, TRAINABLE)
+        augmentation.check(self.augment)
         for name, value, least in (("epochs", self.epochs, 1), ("batch_size", self.batch_size, 0), ("lr", self.lr, 0)):
             if value < least:
                 raise UserError(f"`{name}` is {value}", f"it must be at least {least}")
@@ -86,18 +98,19 @@ class Starfish(Method):
         aligned, with_logits = bool(parts & objectives.BLOCK_LOSSES.keys()), "kl" in parts
         tail = [module for name, module in job.anatomy.tail.items() if self.tail and name in job.masks]
         names = (*job.anatomy.blocks, *tail) if aligned else ()
-        yield from job.targets.prepare(modules=names, logits=with_logits, precision=self.precision)
+        fixed = augmentation.is_none(self.augment)
+        yield from job.targets.prepare(modules=names, logits=with_logits, precision=self.precision, keep=fixed)
         device = next(job.model.parameters()).device
-        weights = {name: job.model.get_parameter(name) for name in job.masks}
-        trainable = _trainable(job, self.train_v)
+        weights = {name: job.model.get_parameter(name) for name in (*job.masks, *_beside(job, self.train))}
+        trainable, norms = _trainable(job, self.train_v), self._norms(job)
 
         if "step" not in job.state and "adapt" in self.bn:
             yield from reestimate_(job.model, job.images)
         job.model.requires_grad_(False).eval()  # eval: no dropout; batch statistics only where asked for
         for weight in weights.values():
             weight.requires_grad_(True)
-        optimizer = self._optimizer(list(weights.values()))
-        _restore_(optimizer, weights, job.state)
+        optimizer = Optimizer(self.optimizer, weights, self.weight_decay)
+        optimizer.restore_(job.state)
 
         size = len(job.images)
         steps_per_epoch = math.ceil(size / self.batch_size)
@@ -105,9 +118,7 @@ class Starfish(Method):
         for step in range(int(job.state.get("step", 0)), steps):
             epoch, batch = divmod(step, steps_per_epoch)
             indices = self._order(job, epoch)[batch * self.batch_size : (batch + 1) * self.batch_size]
-            inputs = to_device(job.images.batch(indices), device)
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate(step, steps)
+            inputs = to_device(self._inputs(job, indices, step), device)
 
             for norm in batchnorms(job.model) if "train" in self.bn else ():
                 norm.train()
@@ -118,23 +129,36 @@ class Starfish(Method):
             student = {name: positions(outputs[name], job.anatomy.layouts[name], len(indices)) for name in names}
             dense, dense_BK = job.targets.read(indices, inputs)
             labels_B = job.images.labels[indices].to(device) if job.images.labels is not None else None
-            loss, reported = self._loss(student, dense, answer_BK, dense_BK, labels_B)
+            seen = [{name: norms[name](x.float()) if name in norms else x for name, x in side.items()}
+                    for side in (student, dense)]  # fmt: skip
+            loss, reported = self._loss(seen[0], seen[1], answer_BK, dense_BK, labels_B)
 
-            optimizer.zero_grad(set_to_none=True)
+            job.model.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             _mask_gradients_(weights, trainable)
             if self.clip:
                 torch.nn.utils.clip_grad_norm_(weights.values(), self.clip)
-            optimizer.step()
-            with torch.no_grad():
-                for name, weight in weights.items():
-                    weight.masked_fill_(~job.masks[name], 0.0)
+            optimizer.step(self.rate(step, steps))
+            masks.apply_(job.model, job.masks)
 
-            job.state.update(_moments(optimizer, weights), step=step + 1)
+            job.state.update(optimizer.state(), step=step + 1)
             yield {"step": step + 1, "steps": steps, "epoch": epoch + 1, "loss": float(loss.detach()), **reported,
                    "lr": self.rate(step, steps), "images": len(indices)}  # fmt: skip
         if "adapt" in self.bn:
             yield from reestimate_(job.model, job.images)
+
+    def _inputs(self, job: Job, indices: list[int], step: int) -> Any:
+        """The images, or a new view of them that is a function of seed and step alone."""
+        generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
+        return augmentation.augmented(job.images.batch(indices), self.augment, generator)
+
+    def _norms(self, job: Job) -> dict[str, nn.Module]:
+        """Block → the dense model's norm that its output is seen through. Outputs that were cut narrower fit none."""
+        if self.view == "raw":
+            return {}
+        narrowed = {block for unit in job.anatomy.units for block, _ in unit.outputs}
+        found = {block: norm for block, norm in job.anatomy.next_norms.items() if block not in narrowed}
+        return {block: deepcopy(job.dense.get_submodule(norm)).requires_grad_(False) for block, norm in found.items()}
 
     def rate(self, step: int, steps: int) -> float:
         """Learning rate before step `step` of `steps`: a cosine from `lr` to `min_lr`, after the warm-up."""
@@ -150,14 +174,6 @@ class Starfish(Method):
         generator = torch.Generator().manual_seed(job.seed * 1_000_003 + epoch)
         order: list[int] = torch.randperm(len(job.images), generator=generator).tolist()
         return order
-
-    def _optimizer(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        fused = weights[0].device.type in {"cpu", "cuda", "mps"}
-        decay = self.weight_decay
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(weights, self.lr, momentum=0.9, weight_decay=decay, fused=fused)
-        make = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
-        return make(weights, self.lr, weight_decay=decay, fused=fused)
 
     def _loss(
         self,
@@ -188,6 +204,8 @@ class Starfish(Method):
 
 
 DEFAULT_BATCHNORM = "train+adapt"
+VIEWS = ("raw", "next_norm")
+TRAINABLE = ("weights", "biases", "norms")
 
 
 def _one_of(name: str, value: str, known: object) -> None:
@@ -210,28 +228,32 @@ def _trainable(job: Job, train_v: bool) -> dict[str, Tensor]:
     return trainable
 
 
+def _beside(job: Job, train: str) -> list[str]:
+    """Tensors outside the masks that train with them: biases of the masked layers, norms of the blocks."""
+    held = {name.rpartition(".")[0] for name in job.masks}
+    parts, found = train.split("+"), []
+    for name, parameter in job.model.named_parameters():
+        path, _, key = name.rpartition(".")
+        module = job.model.get_submodule(path)
+        in_block = any(f"{path}.".startswith(f"{block}.") for block in job.anatomy.blocks)
+        is_layer = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or not _is_leaf(module)
+        is_bias = path in held and is_layer and key.endswith("bias")
+        is_norm = in_block and not is_layer and "Norm" in type(module).__name__
+        if parameter.ndim == 1 and (("biases" in parts and is_bias) or ("norms" in parts and is_norm)):
+            found.append(name)
+    return [name for name in found if name not in job.masks]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not any(module.children())
+
+
 def _mask_gradients_(weights: dict[str, nn.Parameter], trainable: dict[str, Tensor]) -> None:
     """Before clipping and before the optimiser sees them, so that moments of pruned entries stay exactly zero.
 
     A weight that no aligned output depends on has no gradient and keeps its masked value.
     """
-    for name, weight in weights.items():
-        if weight.grad is not None:
-            weight.grad.masked_fill_(~trainable[name], 0.0)
-
-
-def _moments(optimizer: torch.optim.Optimizer, weights: dict[str, nn.Parameter]) -> State:
-    return {
-        f"optimizer/{name}/{key}": value
-        for name, weight in weights.items()
-        for key, value in optimizer.state.get(weight, {}).items()
-        if value is not None
-    }
-
-
-def _restore_(optimizer: torch.optim.Optimizer, weights: dict[str, nn.Parameter], state: State) -> None:
-    for name, weight in weights.items():
-        prefix = f"optimizer/{name}/"
-        held = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        if held:
-            optimizer.state[weight] = held
+    for name, where in trainable.items():
+        gradient = weights[name].grad
+        if gradient is not None:
+            gradient.masked_fill_(~where, 0.0)
