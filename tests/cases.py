@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 
 import timm
 import torch
 from torch import Tensor, nn
 
 import starfish
-from starfish.core import Masks, Method, Pruner
+from starfish.core import Masks, Method, Pruner, Result
 from starfish.data import Preprocess, StoredImages
 from starfish.methods.batchnorm import reestimate_
 from starfish.pruners.magnitude import Magnitude
+from starfish.pruners.structured import Structured
 
 CLASSES = 5
+IMAGES = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(12) % CLASSES
 
 
 def tiny_vit() -> nn.Module:
@@ -93,12 +97,16 @@ def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 MODELS = {"vit": tiny_vit, "cnn": tiny_cnn}
-PRUNED = {
+PRUNED: dict[str, tuple[str, Pruner]] = {
     "vit-unstructured": ("vit", Magnitude(0.6)),
     "vit-2:4": ("vit", Magnitude(pattern="2:4")),
     "vit-qk": ("vit", Magnitude(0.5, scope="qk")),
+    "vit-neurons": ("vit", Structured(0.5, scope="mlp")),
+    "vit-neurons+qk": ("vit", Structured(0.5, scope="mlp+qk")),
     "cnn-unstructured": ("cnn", Magnitude(0.6, scope="conv_fc", per="global")),
+    "cnn-channels": ("cnn", Structured(0.5, scope="channels")),
 }
+STRUCTURED = [masks for masks, (_, pruner) in PRUNED.items() if isinstance(pruner, Structured)]
 
 
 @dataclass(frozen=True)
@@ -111,10 +119,15 @@ class Case:
 
     def build(self, images: Tensor) -> tuple[nn.Module, nn.Module, Masks, Method]:
         """A copy to heal, the dense model, masks, and the method with settings that suit a test."""
-        kind, pruner = PRUNED[self.masks]
-        dense = MODELS[kind]()
-        masks = starfish.prune(dense, pruner, images)
+        dense, masks = deepcopy(_pruned(self.masks))
         return deepcopy(dense), dense, masks, quick(starfish.METHODS[self.method])
+
+
+@cache
+def _pruned(masks: str) -> tuple[nn.Module, Masks]:
+    kind, pruner = PRUNED[masks]
+    dense = MODELS[kind]()
+    return dense, starfish.prune(dense, pruner, IMAGES)
 
 
 def quick(method: Method) -> Method:
@@ -128,11 +141,21 @@ def all_ones(masks: Masks) -> Masks:
     return {name: torch.ones_like(mask) for name, mask in masks.items()}
 
 
-CASES = [
-    Case(method, masks)
-    for method in starfish.METHODS
-    for masks in PRUNED
-    if method != "batchnorm" or masks.startswith("cnn")
-]
+def objective(result: Result) -> tuple[float, float]:
+    """What the method makes small, on the images it had: at its start and at its end."""
+    if result.loss["first"] is not None and result.loss["last"] is not None:
+        return result.loss["first"], result.loss["last"]
+    before, after = next(pair for pair in ERRORS if pair[0] in result.rows[0])
+    return (sum(float(row[key]) for row in result.rows) for key in (before, after))  # type: ignore[return-value]
 
-__all__ = ["CASES", "MODELS", "PRUNED", "Case", "Pruner", "all_ones", "cifar_resnet20", "quick", "tiny_cnn", "tiny_vit"]
+
+ERRORS = (("plain", "folded"), ("before", "after"))  # of a layer, in the rows of closed forms
+
+
+def fits(method: Method, masks: str) -> bool:
+    """Have the model and the masks what the method needs?"""
+    lacks = ({"batchnorm"} if PRUNED[masks][0] == "vit" else set()) | ({"units"} if masks not in STRUCTURED else set())
+    return not method.needs() & lacks
+
+
+CASES = [Case(name, masks) for name, method in starfish.METHODS.items() for masks in PRUNED if fits(method, masks)]

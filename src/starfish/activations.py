@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import TracebackType
 from typing import Any
@@ -90,6 +93,40 @@ class Recorder:
         return module.register_forward_hook(record)
 
 
+class Taps:
+    """What goes into some modules and comes out of others in a forward pass: the very tensors, for gradients too."""
+
+    def __init__(self, model: nn.Module, *, into: Sequence[str] = (), out_of: Sequence[str] = ()) -> None:
+        self.into: dict[str, Tensor] = {}
+        self.out_of: dict[str, Tensor] = {}
+        self._readers = {name: model.get_submodule(name) for name in into}
+        self._writers = {name: model.get_submodule(name) for name in out_of}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Taps:
+        self._handles = [self._before(name, module) for name, module in self._readers.items()]
+        self._handles += [self._after(name, module) for name, module in self._writers.items()]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str, module: nn.Module) -> RemovableHandle:
+        def keep(_module: nn.Module, inputs: Any) -> None:
+            self.into[name] = inputs[0]
+
+        return module.register_forward_pre_hook(keep)
+
+    def _after(self, name: str, module: nn.Module) -> RemovableHandle:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self.out_of[name] = _tensor(name, output)
+
+        return module.register_forward_hook(keep)
+
+
 def _tensor(name: str, output: Any) -> Tensor:
     found = output
     if isinstance(output, Mapping):
@@ -108,3 +145,123 @@ def positions(output: Tensor, layout: Layout, images: int) -> Tensor:
     """A block's output as x_BPC: image, position, channel. Windows folded into the batch become positions again."""
     x = output.movedim((layout.batch, layout.channel), (0, -1))
     return x.reshape(images, -1, x.shape[-1])
+
+
+def readers(model: nn.Module, inputs: Any, outputs: Sequence[str], modules: Sequence[str]) -> dict[str, list[str]]:
+    """Module of `outputs` → those of `modules` that read the very tensor it put out, in the order in which they run.
+
+    A tensor that was overwritten in between is another. Of a module that runs more than once, the last output counts.
+    """
+    held: dict[str, tuple[Tensor, int]] = {}  # alive, so that no other tensor can come to lie where it lies
+    found: dict[str, list[str]] = {name: [] for name in outputs}
+
+    def put_out(name: str) -> Callable[..., None]:
+        def hold(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            tensor = _tensor(name, output)
+            held[name], found[name] = (tensor, tensor._version), []
+
+        return hold
+
+    def read(name: str) -> Callable[..., None]:
+        def compare(_module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            given = next((value for value in (*positional, *keywords.values()) if isinstance(value, Tensor)), None)
+            for source, (tensor, version) in held.items():
+                if given is not None and _is_same(given, tensor) and tensor._version == version:
+                    found[source].append(name)
+
+        return compare
+
+    with ExitStack() as hooks:
+        for name in outputs:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(put_out(name)))
+        for name in modules:
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(read(name), with_kwargs=True))
+        call(model, inputs)
+    return found
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """The same object, or two that lie in the same memory in the same way; meta tensors lie nowhere."""
+    return one is other or (one.data_ptr() != 0 and _place(one) == _place(other))
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    return x.device, x.dtype, x.data_ptr(), x.shape, x.stride()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Where NaN arrived: by module, for each channel of what it read and of what it put out, whether it holds any."""
+
+    read: dict[str, Tensor] = field(default_factory=dict)
+    put_out: dict[str, Tensor] = field(default_factory=dict)
+    result: list[Tensor] = field(default_factory=list)  # all that the model puts out
+
+
+def follow(
+    model: nn.Module,
+    inputs: Any,
+    marked: Mapping[str, Tensor],
+    dims: Mapping[str, int],
+    blocks: Mapping[str, int],
+    stops: Collection[str],
+) -> Trace:
+    """Run the model with the `marked` channels of some modules' outputs NaN, to see what depends on them, and how.
+
+    The modules of `dims` are watched where they read, those of `blocks` where they put out; both say which dimension
+    holds a module's channels. The modules of `stops` read zeros for NaN, so that it ends there.
+    """
+    modules, trace = dict(model.named_modules()), Trace()
+    with ExitStack() as hooks:
+        for name, channels in marked.items():  # before the watchers: a module may be marked and watched
+            hooks.enter_context(_mark(modules[name], channels, dims[name]))
+        for name, dim in dims.items():
+            hooks.enter_context(_watch_input(modules[name], name, dim, trace, name in stops))
+        for name, dim in blocks.items():
+            hooks.enter_context(_watch_output(modules[name], name, dim, trace))
+        trace.result.extend(tensors(call(model, inputs)))
+    return trace
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors of an output, however they are wrapped."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, list, tuple)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors(value)
+
+
+def _mark(module: nn.Module, channels: Tensor, dim: int) -> RemovableHandle:
+    def mark(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        shape = [1] * output.ndim
+        shape[dim] = -1
+        return output.masked_fill(channels.to(output.device).reshape(shape), math.nan)
+
+    return module.register_forward_hook(mark)
+
+
+def _watch_input(module: nn.Module, name: str, dim: int, trace: Trace, stop: bool) -> RemovableHandle:
+    def watch(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not inputs:
+            return None
+        found = _holding_nan(inputs[0], dim)
+        trace.read[name] = trace.read[name] | found if name in trace.read else found
+        if not stop or not found.any():
+            return None
+        return inputs[0].masked_fill(inputs[0].isnan(), 0), *inputs[1:]
+
+    return module.register_forward_pre_hook(watch)
+
+
+def _watch_output(module: nn.Module, name: str, dim: int, trace: Trace) -> RemovableHandle:
+    def watch(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        found = _holding_nan(_tensor(name, output), dim)
+        trace.put_out[name] = trace.put_out[name] | found if name in trace.put_out else found
+
+    return module.register_forward_hook(watch)
+
+
+def _holding_nan(x: Tensor, dim: int) -> Tensor:
+    others = [other for other in range(x.ndim) if other != dim % x.ndim]
+    return (x.isnan().any(others) if others else x.isnan()).cpu()

@@ -90,7 +90,7 @@ def place(row: Row) -> tuple[str, int, int]:
     """(what is going on, how far, of how much)."""
     if "stage" in row:
         return str(row["stage"]), int(row["done"]), int(row["total"])
-    return "heal", int(row.get("step", 0)), int(row.get("steps", 0))
+    return str(row.get("method", "heal")), int(row.get("step", 0)), int(row.get("steps", 0))
 
 
 class _Plain:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from starfish.cache import Cache
 
 Masks = dict[str, Tensor]
 """Parameter name → bool tensor of the parameter's shape in the dense model; True keeps, False is a zero for ever."""
@@ -54,8 +57,8 @@ class Images(Protocol):
 class Targets(Protocol):
     """What the dense model answers for each image: the outputs of its modules and its logits."""
 
-    def prepare(self, *, modules: Sequence[str], logits: bool, precision: str) -> Iterator[Row]:
-        """Make ready what will be read; yields stage rows."""
+    def prepare(self, *, modules: Sequence[str], logits: bool, precision: str, keep: bool = True) -> Iterator[Row]:
+        """Make ready what will be read; yields stage rows. Without `keep` every reading is of inputs never seen."""
         ...
 
     def read(self, indices: Sequence[int], inputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -126,6 +129,7 @@ class Job:
     anatomy: Anatomy
     targets: Targets
     seed: int = 0
+    cache: Cache | None = None  # where statistics are kept for the next time; None keeps none
     state: State = field(default_factory=dict)  # empty at the start; saved with the model between rows
 
 
@@ -144,8 +148,12 @@ class Method(ABC):
         return self
 
     def needs(self) -> frozenset[str]:
-        """What the job must have: "labels", "batchnorm"."""
+        """What the job must have: "labels", "batchnorm", "units" (gone whole)."""
         return frozenset()
+
+    def masked(self) -> bool:
+        """Must it see the model in its masked shape, because what went matters? Others work on the small one."""
+        return False
 
     def also_changes(self, job: Job) -> frozenset[str]:
         """Tensors outside the masks that this method may change; all others must stay bit-identical."""
@@ -156,12 +164,24 @@ class Pruner(ABC):
     """Who makes masks. A frozen dataclass: its fields are its settings."""
 
     @abstractmethod
-    def choose(self, dense: nn.Module, anatomy: Anatomy, images: Images | None) -> Masks:
-        """The masks, one for each parameter of the scope."""
+    def choosing(self, dense: nn.Module, anatomy: Anatomy, images: Images | None) -> Long[Masks]:
+        """The masks, one for each parameter of the scope; yields stage rows."""
+
+    def choose(self, dense: nn.Module, anatomy: Anatomy, images: Images | None = None) -> Masks:
+        """`choosing`, in silence."""
+        return finish(self.choosing(dense, anatomy, images))
+
+    def settle(self, anatomy: Anatomy, images: Images | None) -> Pruner:
+        """The same pruner with every setting that was left open made concrete for this model and these images."""
+        return self
 
     def needs(self) -> frozenset[str]:
         """What must be given: "images", "labels"."""
         return frozenset()
+
+    def sees_channels(self) -> bool:
+        """Does it choose among channels of convolutions? Which go together takes a run of the model for each."""
+        return False
 
 
 @dataclass
@@ -186,6 +206,9 @@ class Result:
     peak_rss_mb: float
     unchanged: list[str]  # masked tensors that came out as they went in
     also_changed: list[str]  # tensors outside the masks that the method was free to change
+    stages: list[dict[str, Any]]  # one a method: its settings, its seconds, and what was measured after it
+    cut: dict[str, Any]  # units that are gone whole, by kind; empty where there are none
+    speed: dict[str, Any]  # size, operations and latency of the dense, the masked and the small model
     versions: dict[str, str]
     rows: list[Row] = field(default_factory=list, repr=False)  # rows.jsonl, not in result.json
 

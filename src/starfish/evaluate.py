@@ -122,12 +122,3 @@ def scores(dense: tuple[float | None, float | None], pruned: Measured, healed: M
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def size(model: nn.Module) -> dict[str, int]:
-    """Parameters, and how many of them are not zero."""
-    parameters = list(model.parameters())
-    return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "nonzero": sum(int(parameter.count_nonzero()) for parameter in parameters),
-    }

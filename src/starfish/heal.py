@@ -5,11 +5,11 @@ Read core.py before this and methods/ after it.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,14 +17,19 @@ from torch import Tensor, nn
 from starfish import evaluate
 from starfish import masks as masks_module
 from starfish.anatomy import find, unwrap
+from starfish.cache import Cache
 from starfish.core import Images, Job, Long, Masks, Method, Result, Row, finish
-from starfish.data import as_images, digest_of
+from starfish.data import as_images
 from starfish.devices import to_device
+from starfish.digests import fingerprints
 from starfish.errors import UserError, listed
-from starfish.methods import name_of
-from starfish.methods.align import Starfish
+from starfish.methods import METHODS, default_methods, name_of
 from starfish.methods.batchnorm import batchnorms
+from starfish.methods.corp import foldable
+from starfish.patterns import loses_channels
 from starfish.runs import Run, peak_rss_mb, versions
+from starfish.slim import Cut, cut_of, grow_, smaller, smaller_anatomy, smaller_masks
+from starfish.speed import measuring
 from starfish.targets import DenseTargets
 
 
@@ -33,47 +38,110 @@ def heal_(
     dense: nn.Module,
     masks: Masks,
     images: Any,
-    method: Method | None = None,
+    method: Method | Sequence[Method] | None = None,
     *,
     evaluation: Any = None,
     blocks: str | None = None,
     seed: int = 0,
+    cache: Cache | None = None,
 ) -> Result:
     """Heal `model` in place so that it follows `dense`, leaving every pruned weight zero and every other tensor alone.
 
-    `images` and `evaluation` are tensors of inputs, batches of them, or anything like `core.Images`. Without
-    `evaluation` the result is measured on the healing images themselves, and says so.
+    `method` is one or several in a row; without it, what suits the masks. `images` and `evaluation` are tensors of
+    inputs, batches of them, or anything like `core.Images`. Without `evaluation` the result is measured on the healing
+    images themselves, and says so.
     """
-    job = job_of(model, dense, masks, images, blocks=blocks, seed=seed)
-    return finish(healing_(job, method or Starfish(), job.images if evaluation is None else as_images(evaluation)))
+    job = job_of(model, dense, masks, images, blocks=blocks, seed=seed, cache=cache)
+    chosen = method or [METHODS[name] for name in default_methods(job)]
+    return finish(healing_(job, chosen, job.images if evaluation is None else as_images(evaluation)))
 
 
 def job_of(
-    model: nn.Module, dense: nn.Module, masks: Masks, images: Any, *, blocks: str | None = None, seed: int = 0
-) -> Job:
+    model: nn.Module, dense: nn.Module, masks: Masks, images: Any, *, blocks: str | None = None, seed: int = 0,
+    cache: Cache | None = None,
+) -> Job:  # fmt: skip
     """Check what is given and look at the architecture; `model` may come wrapped, and its zeros are made here."""
     model, dense, images = unwrap(model), unwrap(dense), as_images(images)
     device = next(model.parameters()).device
     masks_module.check(masks, model)
     masks = {name: mask.to(device) for name, mask in masks.items()}
-    anatomy = find(dense, to_device(images.batch([0, len(images) - 1]), device), blocks=blocks)
+    inputs = to_device(images.batch([0, len(images) - 1]), device)
+    anatomy = find(dense, inputs, blocks=blocks, channels=loses_channels(masks))
     masks_module.apply_(model, masks)
-    return Job(model, dense, masks, images, anatomy, DenseTargets(dense, anatomy, images, device=device), seed)
+    return Job(model, dense, masks, images, anatomy, DenseTargets(dense, anatomy, images, device=device), seed, cache)
 
 
-def healing_(job: Job, method: Method, evaluation: Images, run: Run | None = None) -> Long[Result]:
+def healing_(job: Job, method: Method | Sequence[Method], evaluation: Images, run: Run | None = None) -> Long[Result]:
     """`heal_`, row by row. Closing the generator between two rows saves what `run` needs to resume."""
     start = time.monotonic()
-    method = _settled(check_method(method, job), run)
-    proof = _Proof(job, method.also_changes(job))
+    chain = _settled(_chain(job, method), run)
+    proof = _Proof(job, frozenset().union(*(one.also_changes(job) for one in chain.values())))
     dense_BK = yield from evaluate.predict(job.dense, evaluation, "dense")
-    before = yield from _before(job, dense_BK, evaluation, run)
-
-    log = _Log(job, proof.free, run)
+    measured = partial(_measured, job, dense_BK, evaluation, run)
+    before = yield from measured("pruned")
+    cut = cut_of(job.masks, job.anatomy, job.model)
+    log = _Log(job, proof.free, run, chain=len(chain) > 1)
     log.restore_()
+    stages, after = yield from _stages(job, chain, cut, log, measured)
+
+    mask_intact, frozen_intact = proof.check()
+    top = [evaluate.accuracy(dense_BK, evaluation.labels, top=top) for top in (1, 5)]
+    trained = [stage for stage in stages if stage["loss"]["last"] is not None] or stages
+    result = Result(
+        method=",".join(chain),
+        settings=settings_of(chain),
+        stages=stages,
+        images=len(job.images),
+        epochs=trained[-1]["settings"].get("epochs"),
+        seed=job.seed,
+        sparsity=masks_module.sparsity(job.masks),
+        mask_intact=mask_intact,
+        frozen_intact=frozen_intact,
+        **evaluate.scores((top[0], top[1]), before, after, job.anatomy.blocks, len(evaluation)),
+        evaluation={"images": len(evaluation), "labels": evaluation.labels is not None,
+                    "held_out": evaluation is not job.images},
+        loss=trained[-1]["loss"],
+        seconds={**log.seconds, "total": time.monotonic() - start + log.earlier},
+        peak_rss_mb=peak_rss_mb(),
+        unchanged=proof.unchanged(),
+        also_changed=sorted(proof.free),
+        cut=cut.counts(),
+        speed=(yield from measuring(job.dense, job.model, smaller(job.model, cut) if cut else None, evaluation)),
+        versions=versions(),
+        rows=log.rows,
+    )  # fmt: skip
+    if run is not None:
+        run.finish(job.model, job.masks, result)
+    return result
+
+
+def _stages(
+    job: Job, chain: dict[str, Method], cut: Cut, log: _Log, measured: Callable[[str], Long[evaluate.Measured]]
+) -> Long[tuple[list[dict[str, Any]], evaluate.Measured]]:
+    """One method after another, each from what the one before it left; what came of each, and of the last."""
+    stages = []
+    for place, (name, method) in enumerate(chain.items()):
+        if place >= log.place:
+            yield from _fit(job, method, name, cut, log)
+        after = yield from measured("healed" if place + 1 == len(chain) else f"after {name}")
+        stages.append({"method": name, "settings": _settings(method), "seconds": log.spent(place),
+                       "loss": log.losses(name), "accuracy": after.top1, "agreement": after.agreement,
+                       "kl": after.kl, "cosine": evaluate.mean(after.cosines)})  # fmt: skip
+    return stages, after
+
+
+def _fit(job: Job, method: Method, name: str, cut: Cut, log: _Log) -> Iterator[Row]:
+    """One method on the model, in the small shape where units are gone and the method does not need to see them."""
+    work = job if method.masked() or not cut else smaller_job(job, cut)
+
+    def give_back_() -> None:
+        if work is not job:
+            grow_(job.model, work.model, cut)
+
+    log.begin_stage(name, give_back_)
     grad_flags = [(parameter, parameter.requires_grad) for parameter in job.model.parameters()]
     try:
-        for row in method.fit(job):
+        for row in method.fit(work):
             log.see(row)
             yield row
     except GeneratorExit:
@@ -83,34 +151,32 @@ def healing_(job: Job, method: Method, evaluation: Images, run: Run | None = Non
         for parameter, flag in grad_flags:
             parameter.requires_grad_(flag)
         job.model.eval()
-    log.close()
+    log.end_stage()
 
-    mask_intact, frozen_intact = proof.check()
-    after = yield from evaluate.measure(job.model, job.dense, dense_BK, evaluation, job.anatomy, "healed")
-    top = [evaluate.accuracy(dense_BK, evaluation.labels, top=top) for top in (1, 5)]
-    result = Result(
-        method=name_of(method),
-        settings=asdict(method),  # type: ignore[call-overload]  # every method is a dataclass
-        images=len(job.images),
-        epochs=asdict(method).get("epochs"),  # type: ignore[call-overload]
-        seed=job.seed,
-        sparsity=masks_module.sparsity(job.masks),
-        mask_intact=mask_intact,
-        frozen_intact=frozen_intact,
-        **evaluate.scores((top[0], top[1]), before, after, job.anatomy.blocks, len(evaluation)),
-        evaluation={"images": len(evaluation), "labels": evaluation.labels is not None,
-                    "held_out": evaluation is not job.images},
-        loss=log.losses(),
-        seconds={**log.seconds, "total": time.monotonic() - start + log.earlier},
-        peak_rss_mb=peak_rss_mb(),
-        unchanged=proof.unchanged(),
-        also_changed=sorted(proof.free),
-        versions=versions(),
-        rows=log.rows,
-    )  # fmt: skip
-    if run is not None:
-        run.finish(job.model, job.masks, result)
-    return result
+
+def smaller_job(job: Job, cut: Cut) -> Job:
+    """The same healing of the model without the units that are gone."""
+    assert isinstance(job.targets, DenseTargets)
+    rows = {module: cut.kept.get((weight, 0)) for weight, module in job.anatomy.tail.items()}
+    kept = cut.outputs | {module: stays for module, stays in rows.items() if stays is not None}
+    return replace(
+        job,
+        model=smaller(job.model, cut),
+        masks=smaller_masks(job.masks, cut),
+        anatomy=smaller_anatomy(job.anatomy, cut),
+        targets=job.targets.narrowed(kept),
+    )
+
+
+def _chain(job: Job, method: Method | Sequence[Method]) -> dict[str, Method]:
+    """Name → method, ready for this job, in the order in which they run."""
+    chain: dict[str, Method] = {}
+    for one in [method] if isinstance(method, Method) else method:
+        name = name_of(one)
+        if name in chain:
+            raise UserError(f"the chain has the method `{name}` twice", "each can run once")
+        chain[name] = check_method(one, job)
+    return chain
 
 
 def check_method(method: Method, job: Job) -> Method:
@@ -123,27 +189,43 @@ def check_method(method: Method, job: Job) -> Method:
         )
     if "batchnorm" in needs and not batchnorms(job.model):
         raise UserError(f"the method `{name_of(method)}` needs BatchNorm layers and the model has none")
+    if "units" in needs and not foldable(job):
+        raise UserError(
+            f"the method `{name_of(method)}` needs masks in which whole neurons, query-key dimensions or channels are"
+            " gone, and these have none",
+            "`starfish prune --pattern structured` makes such; for other masks use starfish",
+        )
     return method.settle(job)
 
 
-def _settled(method: Method, run: Run | None) -> Method:
+def _settled(chain: dict[str, Method], run: Run | None) -> dict[str, Method]:
     """What was settled when the run began holds for its whole life."""
-    noted = run.noted("method") if run else None
+    noted = run.noted("methods") if run else None
     if noted is not None:
-        return replace(method, **noted)  # type: ignore[type-var]  # every method is a dataclass
+        return {name: replace(method, **noted[name]) for name, method in chain.items()}  # type: ignore[type-var]  # every method is a dataclass
     if run is not None:
-        run.note("method", asdict(method))  # type: ignore[call-overload]
-    return method
+        run.note("methods", {name: _settings(method) for name, method in chain.items()})
+    return chain
 
 
-def _before(job: Job, dense_BK: Tensor, evaluation: Images, run: Run | None) -> Long[evaluate.Measured]:
-    noted = run.noted("pruned") if run else None
+def settings_of(chain: Mapping[str, Method]) -> dict[str, Any]:
+    """The settings of the one method, or of each of several by its name."""
+    settings = {name: _settings(method) for name, method in chain.items()}
+    return settings if len(chain) > 1 else next(iter(settings.values()))
+
+
+def _settings(method: Method) -> dict[str, Any]:
+    return asdict(method)  # type: ignore[call-overload, no-any-return]  # every method is a dataclass
+
+
+def _measured(job: Job, dense_BK: Tensor, evaluation: Images, run: Run | None, stage: str) -> Long[evaluate.Measured]:
+    noted = run.noted(stage) if run else None
     if noted is not None:
         return evaluate.Measured(**noted)
-    before = yield from evaluate.measure(job.model, job.dense, dense_BK, evaluation, job.anatomy, "pruned")
+    found = yield from evaluate.measure(job.model, job.dense, dense_BK, evaluation, job.anatomy, stage)
     if run is not None:
-        run.note("pruned", asdict(before))
-    return before
+        run.note(stage, asdict(found))
+    return found
 
 
 class _Proof:
@@ -177,18 +259,6 @@ class _Proof:
         return [name for name in self.masked if now[name] == self.masked[name]]
 
 
-def digest(model: nn.Module) -> str:
-    """One hash of all that a model holds."""
-    facts = sorted(fingerprints(model, model.state_dict()).items())
-    return hashlib.sha256(str(facts).encode()).hexdigest()
-
-
-def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """A hash of the bytes of each tensor."""
-    state = model.state_dict()
-    return {name: digest_of(state[name]) for name in names}
-
-
 @dataclass
 class _Log:
     """Rows seen, seconds spent, and when to save."""
@@ -196,26 +266,34 @@ class _Log:
     job: Job
     free: frozenset[str]  # tensors outside the masks that belong to the state
     run: Run | None
+    chain: bool  # several methods: rows say whose they are
     rows: list[Row] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"targets": 0.0, "fit": 0.0})
     earlier: float = 0.0  # seconds of the sessions before this one
+    place: int = 0  # of the method at work
+    name: str = ""  # of the method at work
+    give_back_: Callable[[], None] = lambda: None  # brings `job.model` up to date with what the method works on
+    _ends: list[float] = field(default_factory=list)  # seconds spent by the end of each method that is done
     _tick: float = field(default_factory=time.monotonic)
     _start: float = field(default_factory=time.monotonic)
 
     def restore_(self) -> None:
         kept = self.run.restore() if self.run else None
-        if kept is None:
-            return
-        tensors, state, facts, self.rows = kept
-        self.job.model.load_state_dict(tensors, strict=False)
-        self.job.state.update(state)
-        self.earlier = facts.pop("earlier")
-        self.seconds.update(facts)
+        if kept is not None:
+            tensors, state, facts, self.rows = kept
+            self.job.model.load_state_dict(tensors, strict=False)
+            self.job.state.update(state)
+            self.earlier, self.place, self._ends = facts["earlier"], facts["place"], facts["ends"]
+            self.seconds.update(facts["seconds"])
+
+    def begin_stage(self, name: str, give_back_: Callable[[], None]) -> None:
+        self.name, self.give_back_ = name, give_back_
+        self._tick = time.monotonic()
 
     def see(self, row: Row) -> None:
-        now = time.monotonic()
-        self.seconds["targets" if row.get("stage") == "targets" else "fit"] += now - self._tick
-        self._tick = now
+        self._count(row.get("stage") == "targets")
+        if self.chain:
+            row["method"] = self.name
         if "stage" in row:
             return
         _check_finite(row)
@@ -226,24 +304,44 @@ class _Log:
                 self.save()
 
     def save(self) -> None:
-        if self.run is None or not self.rows:
+        """Between two rows. A method that keeps nothing to go on with begins again, from where it began."""
+        self.give_back_()
+        if self.job.state:
+            self._write()
+
+    def end_stage(self) -> None:
+        """What a method does after its last row counts as fitting. Saved, lest a kill while measuring costs it all."""
+        self._count(targets=False)
+        self.give_back_()
+        self.job.state.clear()
+        self.place += 1
+        self._ends.append(sum(self.seconds.values()))
+        self._write()
+
+    def _count(self, targets: bool) -> None:
+        now = time.monotonic()
+        self.seconds["targets" if targets else "fit"] += now - self._tick
+        self._tick = now
+
+    def _write(self) -> None:
+        if self.run is None:
             return
         state = self.job.model.state_dict()
         tensors = {name: state[name] for name in (*self.job.masks, *sorted(self.free))}
-        spent = time.monotonic() - self._start + self.earlier
-        self.run.save(tensors, self.job.state, {**self.seconds, "earlier": spent})
+        facts = {"seconds": self.seconds, "earlier": time.monotonic() - self._start + self.earlier,
+                 "place": self.place, "ends": self._ends}  # fmt: skip
+        self.run.save(tensors, self.job.state, facts)
 
-    def close(self) -> None:
-        """What a method does after its last row counts as fitting. Saved, lest a kill while measuring costs it all."""
-        self.seconds["fit"] += time.monotonic() - self._tick
-        self.save()
+    def spent(self, place: int) -> float:
+        """Seconds of one method, its targets included."""
+        return self._ends[place] - (self._ends[place - 1] if place else 0.0)
 
-    def losses(self) -> dict[str, float | None]:
-        """Mean loss of the first and of the last epoch."""
-        with_loss = [row for row in self.rows if "loss" in row]
+    def losses(self, name: str) -> dict[str, float | None]:
+        """Mean loss of one method's first and last epoch."""
+        own = [row for row in self.rows if row.get("method", name) == name and {"loss", "epoch"} <= row.keys()]
         return {
-            "first": _mean([float(row["loss"]) for row in with_loss if row["epoch"] == with_loss[0]["epoch"]]),
-            "last": _mean([float(row["loss"]) for row in with_loss if row["epoch"] == with_loss[-1]["epoch"]]),
+            "first": _mean([float(row["loss"]) for row in own if row["epoch"] == own[0]["epoch"]]),
+            "last": _mean([float(row["loss"]) for row in own if row["epoch"] == own[-1]["epoch"]]),
         }
 
 

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from starfish.activations import logits
+from starfish.anatomy.attention import is_narrow
 from starfish.containers import check_weights, weights_of
 from starfish.data import Interpolation, Mode, Preprocess
 from starfish.errors import UserError, listed
 from starfish.files import read_json, read_object, read_safetensors
+from starfish.slim import rebuild_, widths
 
 KINDS = {
     "timm/NAME": "any timm model; a bare NAME works too",
@@ -32,7 +34,7 @@ KINDS = {
     "torchvision/NAME[@WEIGHTS]": "any torchvision classification model",
     "hf/NAME": "a transformers image classifier, on the hub or in a folder",
     "package.module:factory": "a function of yours that returns a module",
-    "RUN": "a folder that `starfish heal` has written",
+    "RUN": "a folder that `starfish heal` or `starfish slim` has written",
 }
 
 NO_PREPROCESSING = (
@@ -48,6 +50,7 @@ class Loaded:
     model: nn.Module
     preprocess: Preprocess
     config: dict[str, Any]
+    shape: tuple[int, ...] = ()  # of one input, where a run tells
 
 
 def load(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = False, pretrained: bool = True) -> Loaded:
@@ -56,9 +59,11 @@ def load(name: str, *, checkpoint: Path | None = None, allow_pickle: bool = Fals
 
     Arguments of the architecture follow a question mark: `timm/mobilenetv1_100?pad_type=same`.
     """
-    if Path(name, "result.json").is_file():
-        return load_run(Path(name))
-    loaded = _build(name, pretrained=pretrained and checkpoint is None)
+    folder = Path(name.removeprefix("local-dir:"))
+    if (folder / "result.json").is_file():
+        return load_run(folder, checkpoint=checkpoint, allow_pickle=allow_pickle)
+    at_hand = pretrained or name.startswith("local-dir:")  # what lies in a folder need not be fetched
+    loaded = _build(name, pretrained=at_hand and checkpoint is None)
     if checkpoint is not None:
         load_weights_(loaded.model, read_object(checkpoint, allow_pickle=allow_pickle), checkpoint)
     loaded.model.eval()
@@ -70,17 +75,37 @@ def load_module(name: str, *, checkpoint: Path | None = None, allow_pickle: bool
     return load(name, checkpoint=checkpoint, allow_pickle=allow_pickle).model
 
 
-def load_run(folder: Path) -> Loaded:
-    """The healed model of a run folder."""
+def load_run(folder: Path, *, checkpoint: Path | None = None, allow_pickle: bool = False) -> Loaded:
+    """The model of a run folder: in its dense shape, or smaller where "small" in its config.json tells the widths."""
+    loaded = architecture(folder)
+    if "small" in loaded.config:
+        rebuild_(loaded.model, loaded.config["small"]["widths"], loaded.config["small"]["attentions"])
+    if checkpoint is None:
+        load_weights_(loaded.model, read_safetensors(folder / "model.safetensors")[0], folder)
+    else:
+        load_weights_(loaded.model, read_object(checkpoint, allow_pickle=allow_pickle), checkpoint)
+    loaded.model.eval()
+    return loaded
+
+
+def architecture(folder: Path) -> Loaded:
+    """What the model of a run folder was built from: its dense shape, without the weights. Fetches nothing."""
     config = read_json(folder / "config.json")
     facts = config.get("starfish", {})
     if not {"model", "preprocess"} <= facts.keys():
         raise UserError(f"`{folder}` is not a run of the command line: its config.json does not name the model")
-    name = f"local-dir:{folder}" if "architecture" in config else facts["model"]  # timm's, wherever it came from
-    loaded = _build(name, pretrained=False)
-    load_weights_(loaded.model, read_safetensors(folder / "model.safetensors")[0], folder)
-    loaded.model.eval()
-    return Loaded(facts["model"], loaded.model, preprocess_from(facts["preprocess"]), loaded.config)
+    here = {"architecture": f"local-dir:{folder}", "model_type": f"hf/{folder}"}  # timm's or transformers' own config
+    name = next((place for key, place in here.items() if key in config), facts["model"])
+    model = _build(name, pretrained=False).model
+    shape = read_json(folder / "result.json").get("speed", {}).get("input") or ()
+    kept = {key: value for key, value in config.items() if key != "starfish"}
+    return Loaded(facts["model"], model, preprocess_from(facts["preprocess"]), kept, tuple(shape))
+
+
+def small_config(dense: nn.Module, small: nn.Module) -> dict[str, Any]:
+    """What config.json holds under "small", so that `load_run` can make the module again out of the dense shape."""
+    narrow = [path for path, module in small.named_modules() if is_narrow(module)]
+    return {"widths": widths(dense.state_dict(), small.state_dict()), "attentions": narrow}
 
 
 def load_weights_(model: nn.Module, held: Any, where: Path) -> None:
@@ -93,7 +118,8 @@ def load_weights_(model: nn.Module, held: Any, where: Path) -> None:
 def example(loaded: Loaded, size: int = 2) -> Tensor:
     """Noise of the model's input shape, to look at a model without images."""
     side = loaded.preprocess.crop or 224
-    noise = torch.rand(size, len(loaded.preprocess.mean), side, side, generator=torch.Generator().manual_seed(0))
+    shape = loaded.shape or (len(loaded.preprocess.mean), side, side)
+    noise = torch.rand(size, *shape, generator=torch.Generator().manual_seed(0))
     return (noise - 0.5) * 2
 
 
@@ -174,9 +200,11 @@ def _timm(full: str, name: str, arguments: dict[str, Any], pretrained: bool) -> 
         near = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
         hint = f"did you mean {listed(near)}?" if near else "`starfish models` says what a name can be"
         raise UserError(f"timm has no model `{name}`", hint)
-    with _building(full, pretrained):
-        model = timm.create_model(name, pretrained=pretrained or local, **arguments)
     stored = read_json(Path(name.removeprefix("local-dir:"), "config.json")) if local else {}
+    if pretrained and "small" in stored:
+        raise UserError(f"`{full}` holds a smaller model than its architecture", "give the folder without local-dir:")
+    with _building(full, pretrained):
+        model = timm.create_model(name, pretrained=pretrained, **arguments)
     arguments = {**stored.get("model_args", {}), **arguments}
     resized = {"img_size": arguments["img_size"]} if "img_size" in arguments else {}  # which timm's config overlooks
     facts = timm.data.resolve_model_data_config(model, args=resized)

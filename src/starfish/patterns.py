@@ -63,8 +63,18 @@ def summarise(masks: Masks, anatomy: Anatomy | None = None) -> Summary:
     )
 
 
+def gone(unit: Unit, masks: Masks, anatomy: Anatomy) -> Tensor:
+    """(count,): true for the members of a family whose weights are all zero, in every tensor that they run through."""
+    return _Family(unit, masks, anatomy).gone.cpu()
+
+
+def loses_channels(masks: Masks) -> bool:
+    """Has a convolution lost whole output channels? Looking for which go together takes a while."""
+    return any(mask.ndim > 2 and not bool(mask.flatten(1).any(1).all()) for mask in masks.values())
+
+
 STRUCTURED = ("rows", "columns", "rows+columns")
-NAMES = {"neuron": "neurons", "qk": "qk dims"}
+NAMES = {"neuron": "neurons", "qk": "qk dims", "channel": "channels"}
 
 
 class _Family:

@@ -4,6 +4,8 @@ config.json          how the model is built (timm reads it) and, under "starfish
 rows.jsonl           one line a step, appended as the run goes on
 state/               what is needed to resume; emptied at the end
 masks.safetensors    model.safetensors    README.md    result.json (the last to appear: the run is finished)
+
+`slimming` makes of such a run another one, whose model is smaller: its config.json holds the widths under "small".
 """
 
 from __future__ import annotations
@@ -18,14 +20,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from starfish import masks as masks_module
+from starfish.activations import logits
+from starfish.anatomy import find
 from starfish.card import model_card
-from starfish.core import Masks, Result, Row, State
+from starfish.core import Long, Masks, Result, Row, State
+from starfish.data import as_images
 from starfish.errors import UserError
 from starfish.files import read_json, read_safetensors, write_json, write_tensors, write_text
+from starfish.models import architecture, example, load_run, small_config
+from starfish.patterns import loses_channels
+from starfish.slim import AGREEMENT, cut_of, disagreement, slim, smaller_masks
+from starfish.speed import measuring
 
+CHECKED = 4  # inputs of noise on which a smaller model must answer as the masked one
 SAVE_SHARE = 0.05  # of the time may go into saving
 SAVE_EVERY = 30.0  # seconds at least between two saves
 IDENTITY = ("model", "method", "settings", "preprocess", "blocks", "seed", "limit", "digests")  # of config["starfish"]
@@ -95,7 +106,7 @@ class Run:
         since = time.monotonic() - self._last_save
         return since > max(SAVE_EVERY, self._save_seconds / SAVE_SHARE)
 
-    def save(self, tensors: dict[str, Tensor], state: State, facts: dict[str, float]) -> None:
+    def save(self, tensors: dict[str, Tensor], state: State, facts: dict[str, Any]) -> None:
         """Everything needed to go on, in one file, so that a kill finds either the old state or the new."""
         start = time.monotonic()
         held = {f"model/{name}": tensor for name, tensor in tensors.items()}
@@ -106,7 +117,7 @@ class Run:
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
 
-    def restore(self) -> tuple[dict[str, Tensor], State, dict[str, float], list[Row]] | None:
+    def restore(self) -> tuple[dict[str, Tensor], State, dict[str, Any], list[Row]] | None:
         """What `save` kept last, with rows.jsonl cut back to that moment; None at a fresh start."""
         path = self.folder / "state" / "state.safetensors"
         if not path.is_file():
@@ -128,14 +139,63 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def finish(self, model: nn.Module, masks: Masks, result: Result) -> None:
-        """Write what is left, the result last of all, and empty the state."""
-        write_tensors(self.folder / "model.safetensors", model.state_dict())
-        masks_module.write(self.folder / "masks.safetensors", masks)
-        facts = result.facts()
-        write_text(self.folder / "README.md", model_card(facts, self.config))
-        write_json(self.folder / "result.json", facts)
+        """Write what is left and empty the state."""
+        self.write(model, masks, result.facts())
         for path in (self.folder / "state").glob("*"):
             path.unlink()
+
+    def write(self, model: nn.Module, masks: Masks, facts: dict[str, Any]) -> None:
+        """The model, its masks if it has any, and all that is known of it, the result last of all."""
+        write_tensors(self.folder / "model.safetensors", model.state_dict())
+        if masks:
+            masks_module.write(self.folder / "masks.safetensors", masks)
+        write_text(self.folder / "README.md", model_card(facts, self.config))
+        write_json(self.folder / "result.json", facts)
+
+
+def slimming(folder: Path, output: Path) -> Long[dict[str, Any]]:
+    """Cut out of a finished run's model the units that are gone whole, and write what is left as a run of its own.
+
+    Its result.json is the run's, with what the models cost measured anew and, under "slim", which units went and how
+    far the smaller model's answers are from the masked one's.
+    """
+    masks, result = _finished(folder)
+    loaded, before = load_run(folder), architecture(folder)
+    config, inputs = read_json(folder / "config.json"), example(loaded, CHECKED)
+    anatomy = find(loaded.model, inputs, blocks=config["starfish"].get("blocks"), channels=loses_channels(masks))
+    small, cut = slim(loaded.model, masks, anatomy), cut_of(masks, anatomy, loaded.model)
+    facts = {"units": cut.counts(), "disagreement": _checked(small, loaded.model, inputs), "images": len(inputs)}
+    speed = yield from measuring(before.model, loaded.model, small, as_images(inputs))
+    dense, known = speed["dense"], result.get("speed", {}).get("dense", {})
+    same = known.get("parameters") == dense["parameters"]
+    dense["nonzero"] = known["nonzero"] if same else None  # built anew it has its sizes, not its weights
+    left = smaller_masks(masks, cut)
+    run = Run.open(output, {**config, "small": small_config(before.model, small)}, resume=False)
+    found = {**result, "speed": speed, "slim": facts}
+    run.write(small, left if masks_module.sparsity(left) else {}, found)
+    return found
+
+
+def _finished(folder: Path) -> tuple[Masks, dict[str, Any]]:
+    if not (folder / "result.json").is_file():
+        raise UserError(
+            f"`{folder}` holds no finished run", "give a folder that `starfish heal` has written to its end"
+        )
+    if not (folder / "masks.safetensors").is_file():
+        raise UserError(f"`{folder}` has no masks: what was pruned has been cut out of it already")
+    return read_safetensors(folder / "masks.safetensors")[0], read_json(folder / "result.json")
+
+
+def _checked(small: nn.Module, masked: nn.Module, inputs: Tensor) -> float:
+    """How far the answers are apart; refused where that is more than rounding."""
+    with torch.no_grad():
+        found = disagreement(logits(masked, inputs), logits(small, inputs))
+    if not found <= AGREEMENT:  # nan is no agreement either
+        raise UserError(
+            f"without these units the answers differ by {found:.1e} of the largest logit ({AGREEMENT:.0e} may be)",
+            "they act on others in a way that starfish does not see; nothing was written, the masked run is good",
+        )
+    return found
 
 
 def peak_rss_mb() -> float:

@@ -24,7 +24,27 @@ def _three(values: dict[str, float], digits: int) -> tuple[str, str, str]:
     return dense, pruned, healed
 
 
-def size_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+MODELS = ("dense", "masked", "small")  # of the figures in `speed`
+
+
+def speed_rows(speed: dict[str, Any]) -> list[tuple[str, ...]]:
+    """What the dense, the masked and the small model cost, those that were measured; the first row has their names."""
+    names = [name for name in MODELS if name in speed]
+    costs = [dict(cost_rows(speed[name])) for name in names]
+    return [("", *names), *((what, *(cost.get(what, "") for cost in costs)) for what in costs[0])]
+
+
+def cost_rows(cost: dict[str, Any]) -> list[tuple[str, str]]:
+    """What one model costs, one figure a line."""
+    rows = [("parameters", f"{cost['parameters']:,}")]
+    if cost["nonzero"] is not None:
+        rows.append(("of them not zero", f"{cost['nonzero']:,}"))
+    rows.append(("file, MB", f"{cost['file_mb']:.2f}"))
+    rows.append(("operations an image, millions", f"{cost['flops'] / 1e6:,.1f}"))
+    return rows + [(f"ms for {batch} at once", f"{ms:.3g}") for batch, ms in cost["latency_ms"].items()]
+
+
+def evaluation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What `starfish evaluate` found, one figure a line."""
     fidelity = facts.get("fidelity", {})
     figures = [
@@ -34,12 +54,6 @@ def size_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("same answer as dense, %", fidelity.get("agreement")),
         ("KL from dense", fidelity.get("kl")),
         ("block cosine to dense", fidelity.get("cosine")),
-        ("images", facts["images"]),
-        ("parameters", facts["parameters"]),
-        ("of them not zero", facts["nonzero"]),
     ]
-    return [
-        (name, f"{value:,}" if isinstance(value, int) else f"{value:.4g}")
-        for name, value in figures
-        if value is not None
-    ]
+    shown = [(name, f"{value:.4g}") for name, value in figures if value is not None]
+    return [*shown, ("images", f"{facts['images']:,}"), *cost_rows(facts)]

@@ -28,19 +28,25 @@ class DenseTargets:
     images: Images
     where: str = "auto"  # memory, recompute, or auto: memory if it fits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    kept: dict[str, Tensor] = field(default_factory=dict)  # module → the channels a smaller model still has
     _wanted: tuple[tuple[str, ...], bool, str] = ((), False, "fp32")
+    _keeps: bool = True
     _ready: bool = False  # not so while `prepare` is under way, or when it was closed before its end
     _outputs: dict[str, Tensor] = field(default_factory=dict)
     _logits: Tensor | None = None
 
-    def prepare(self, *, modules: Sequence[str], logits: bool, precision: str) -> Iterator[Row]:
-        if self._ready and self._wanted == (tuple(modules), logits, precision):
+    def prepare(self, *, modules: Sequence[str], logits: bool, precision: str, keep: bool = True) -> Iterator[Row]:
+        if self._ready and self._wanted == (tuple(modules), logits, precision) and self._keeps == keep:
             return
         self._wanted, self._outputs, self._logits = (tuple(modules), logits, precision), {}, None
-        self._ready = False
-        if modules or logits:
+        self._ready, self._keeps = False, keep
+        if keep and (modules or logits):
             yield from self._fill()
         self._ready = True
+
+    def narrowed(self, kept: dict[str, Tensor]) -> DenseTargets:
+        """The same for a model that has lost channels of some modules' outputs: module → which it still has."""
+        return DenseTargets(self.dense, self.anatomy, self.images, self.where, self.device, kept) if kept else self
 
     def _fill(self) -> Iterator[Row]:
         size = len(self.images)
@@ -56,7 +62,7 @@ class DenseTargets:
             yield {"stage": "targets", "done": indices[-1] + 1, "total": size}
 
     def read(self, indices: Sequence[int], inputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
-        if self.where == "recompute":
+        if self.where == "recompute" or not self._keeps:
             return self._compute(inputs)
         rows = torch.as_tensor(indices, dtype=torch.long)
         outputs = {name: to_device(stored[rows], self.device) for name, stored in self._outputs.items()}
@@ -72,7 +78,14 @@ class DenseTargets:
             answer = logits(self.dense, inputs)
             outputs = recorder.take()
         flat = {name: positions(outputs[name], self.anatomy.layouts[name], len(answer)) for name in names}
-        return flat, answer if with_logits else None
+        return {name: self._narrow(name, x) for name, x in flat.items()}, answer if with_logits else None
+
+    def _narrow(self, name: str, x_BPC: Tensor) -> Tensor:
+        if name not in self.kept:
+            return x_BPC
+        stays = torch.ones(x_BPC.shape[-1], dtype=torch.bool, device=x_BPC.device)
+        stays[: len(self.kept[name])] = self.kept[name].to(x_BPC.device)
+        return x_BPC[..., stays]
 
     def _bytes(self, answer: tuple[dict[str, Tensor], Tensor | None], images: int) -> int:
         numbers = sum(output.numel() for output in answer[0].values())

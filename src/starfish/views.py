@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starfish.console import emit, say, table
 from starfish.errors import listed
-from starfish.tables import score_rows
+from starfish.tables import score_rows, speed_rows
 
 if TYPE_CHECKING:
     from starfish.core import Anatomy
@@ -20,6 +20,14 @@ def show_scores(result: dict[str, Any]) -> None:
     images, error = result["evaluation"]["images"], result["accuracy_standard_error"]["healed"]
     tail = "" if error is None else f"; one standard error is about {error:.1f} points"
     say(f"on {images} images{tail}. Zeros kept, everything else bit-identical. {result['seconds']['total']:.0f} s")
+    if "speed" in result:  # runs of old have none
+        show_speed(result["speed"])
+
+
+def show_speed(speed: dict[str, Any]) -> None:
+    head, *rows = speed_rows(speed)
+    table(head, rows)
+    say(speed["verdict"])
 
 
 def show_summary(summary: Summary, title: str = "") -> None:

@@ -12,8 +12,10 @@ from typing import Any
 from torch import nn
 
 from starfish.anatomy.blocks import find_blocks, matching
+from starfish.anatomy.channels import channel_units, shifts
 from starfish.anatomy.layers import layers_of
 from starfish.anatomy.look import look, outer_layouts
+from starfish.anatomy.norms import next_norms
 from starfish.anatomy.roles import ROTARY, inside_blocks, roles_of, units_of
 from starfish.core import Anatomy
 from starfish.errors import UserError, listed
@@ -32,10 +34,11 @@ def unwrap(model: nn.Module) -> nn.Module:
             return found
 
 
-def find(model: nn.Module, inputs: Any, *, blocks: str | None = None) -> Anatomy:
+def find(model: nn.Module, inputs: Any, *, blocks: str | None = None, channels: bool = False) -> Anatomy:
     """What the model is made of. `inputs` is a batch of two or more; `blocks` is a regex for the modules to align.
 
-    The roles and units do not depend on which blocks are aligned, unless there are no others to be found.
+    The roles and units do not depend on which blocks are aligned, unless there are no others to be found. With
+    `channels` the units of convolutions are looked for too, which takes a run of the model for each of them.
     """
     net = unwrap(model)
     inner = find_blocks(net)
@@ -53,11 +56,16 @@ def find(model: nn.Module, inputs: Any, *, blocks: str | None = None) -> Anatomy
     rotary = any(ROTARY.search(f"{name} {type(module).__name__}") for name, module in net.named_modules())
     untrained = [name for name in roles if name not in run.aligned_reach]
     outer = outer_layouts(net, inputs, [layer.path for layer in layers if layer.parameter in untrained])
+    units = [unit for block in found for unit in units_of(block, rotary)]
+    if channels:
+        units += channel_units(net, inputs, run.layouts, roles)
     return Anatomy(
         blocks=tuple(run.layouts),
         layouts=run.layouts | outer,
         roles=roles,
-        units=tuple(unit for block in found for unit in units_of(block, rotary)),
+        units=tuple(units),
         untrained=tuple(untrained),
         tail={layer.parameter: layer.path for layer in layers if layer.parameter in untrained and layer.path in outer},
+        next_norms=next_norms(net, inputs, list(run.layouts)),
+        shifts=shifts(net, inputs),
     )

@@ -1,7 +1,8 @@
 """Attentions whose queries and keys have a width of their own, beside the library's, whose heads all have one width.
 
 B images, N tokens, H heads, W width of a query, D width of a value. Parameters keep the names they have in the library,
-and the softmax keeps the scale of the dense model: 1/√D, whatever W is (methods.md 1.3).
+and the softmax keeps the scale of the dense model: 1/√D, whatever W is (methods.md 1.3). Queries and keys pass through
+modules of their own, `queries` and `keys`, to be listened to there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from starfish.errors import UserError
 
+TIMM = {"timm.layers.attention", "timm.models.vision_transformer"}  # others of this name add, mask or pool on their own
 TRANSFORMERS = {"ViTAttention", "DeiTAttention", "ViTMAEAttention", "ViTMSNAttention", "YolosAttention"}
 SMALL = 2**20  # logits of one call; up to here the plain product is quicker than the fused kernel on padded queries
 
@@ -19,6 +21,11 @@ SMALL = 2**20  # logits of one call; up to here the plain product is quicker tha
 def narrowable(holder: nn.Module) -> bool:
     """Is there a class here that stands in for this attention?"""
     return _maker(holder) is not None
+
+
+def is_narrow(module: nn.Module) -> bool:
+    """Is it one of those below?"""
+    return isinstance(module, (_Fused, _Multihead, _Separate))
 
 
 def narrow_attention(path: str, holder: nn.Module) -> nn.Module:
@@ -35,9 +42,9 @@ def narrow_attention(path: str, holder: nn.Module) -> nn.Module:
 
 def _maker(holder: nn.Module) -> type[_Fused] | type[_Multihead] | type[_Separate] | None:
     kind = type(holder)
-    if isinstance(holder, (_Fused, _Multihead, _Separate)):
+    if is_narrow(holder):
         return kind  # type: ignore[return-value]  # one of the three
-    if kind.__name__ == "Attention" and kind.__module__.startswith("timm.") and _has(holder, "qkv", "proj"):
+    if kind.__name__ == "Attention" and kind.__module__ in TIMM and _has(holder, "qkv", "proj"):
         return _Fused
     if kind is nn.MultiheadAttention and holder.in_proj_weight is not None and holder.bias_k is None:
         return _Multihead
@@ -60,13 +67,15 @@ class _Fused(nn.Module):
         self.qkv, self.proj = own["qkv"], own["proj"]
         self.norm, self.gate = own.get("norm", nn.Identity()), own.get("gate")
         self.attn_drop, self.proj_drop = own["attn_drop"], own["proj_drop"]
+        self.queries, self.keys = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         values = self.proj.in_features
         width = (self.qkv.out_features - values) // 2
         q, k, v = self.qkv(x).split((width, width, values), -1)
         dropout = self.attn_drop.p if self.training else 0.0
-        out = attend(q, k, v, self.num_heads, self.scale, _mask(attn_mask, is_causal, q), dropout)
+        mask = _mask(attn_mask, is_causal, q)
+        out = attend(self.queries(q), self.keys(k), v, self.num_heads, self.scale, mask, dropout)
         out = self.norm(out)
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
@@ -84,6 +93,7 @@ class _Multihead(nn.Module):
         self.scale = holder.head_dim**-0.5
         self.in_proj_weight, self.in_proj_bias = holder.in_proj_weight, holder.in_proj_bias
         self.out_proj = holder.out_proj
+        self.queries, self.keys = nn.Identity(), nn.Identity()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -99,7 +109,8 @@ class _Multihead(nn.Module):
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, x)[:, None, None, :]
             mask = padding if mask is None else mask + padding
-        out = attend(q, k, v, self.num_heads, self.scale, mask, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        out = attend(self.queries(q), self.keys(k), v, self.num_heads, self.scale, mask, dropout)
         out = self.out_proj(out)
         return out if self.batch_first else out.transpose(0, 1), None
 
@@ -114,6 +125,7 @@ class _Separate(nn.Module):
         self.attention_dropout = float(holder.attention_dropout)  # type: ignore[arg-type]
         own = dict(holder.named_children())
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (own[f"{name}_proj"] for name in "qkvo")
+        self.queries, self.keys = nn.Identity(), nn.Identity()
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_settings: object
@@ -121,7 +133,8 @@ class _Separate(nn.Module):
         """What transformers passes beside the mask only chooses among kernels."""
         q, k, v = (layer(hidden_states) for layer in (self.q_proj, self.k_proj, self.v_proj))
         dropout = self.attention_dropout if self.training else 0.0
-        out = attend(q, k, v, self.num_attention_heads, self.scaling, attention_mask, dropout)
+        mask = _mask(attention_mask, False, q)
+        out = attend(self.queries(q), self.keys(k), v, self.num_attention_heads, self.scaling, mask, dropout)
         return self.o_proj(out), None
 
 
@@ -133,12 +146,13 @@ def attend(
     The fused kernel wants queries as wide as values, so they are padded with zeros, which add nothing to a product.
     """
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q_BNc, k_BNc, v_BNc))
+    traced = torch.compiler.is_compiling()  # into a graph for any number of images: no branching on it, nor need to pad
     logits = q.shape[0] * heads * q.shape[2] * k.shape[2]
-    if q.device.type == "cpu" and logits <= SMALL and dropout == 0 and not torch.is_grad_enabled():
+    if not traced and q.device.type == "cpu" and logits <= SMALL and dropout == 0 and not torch.is_grad_enabled():
         product_BHNN = (q * scale) @ k.transpose(-2, -1)
         out = (product_BHNN if mask is None else product_BHNN + mask).softmax(-1) @ v
     else:
-        more = v.shape[-1] - q.shape[-1]
+        more = 0 if traced else v.shape[-1] - q.shape[-1]
         q, k = (F.pad(x, (0, more)) if more > 0 else x for x in (q, k))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return out.transpose(1, 2).flatten(2)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from starfish.anatomy.attention import is_narrow, narrow_attention
 from starfish.anatomy.layers import is_depthwise
 from starfish.errors import UserError, listed
 
@@ -24,6 +25,12 @@ def narrow_(net: nn.Module, kept: Kept) -> None:
         _resize_(net.get_submodule(path), multiplier)
 
 
+def attentions_(net: nn.Module, paths: Sequence[str]) -> None:
+    """Put attentions that read the width of their queries off their weight in the place of the library's."""
+    for path in paths:
+        net.set_submodule(path, narrow_attention(path, net.get_submodule(path)))
+
+
 def _check(net: nn.Module, kept: Kept) -> None:
     """Every tensor belongs to one module only, and that module's sizes follow from its tensors."""
     tensors = dict(net.named_parameters(remove_duplicate=False)) | dict(net.named_buffers(remove_duplicate=False))
@@ -35,7 +42,8 @@ def _check(net: nn.Module, kept: Kept) -> None:
             raise UserError(f"`{name}` is shared with {listed(shared)}, so it cannot be made smaller")
         module = net.get_submodule(_path(name))
         grouped = isinstance(module, (nn.Conv1d, nn.Conv2d)) and module.groups > 1 and not is_depthwise(module)
-        if grouped or not isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, _BatchNorm, nn.PReLU)):
+        sized = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, _BatchNorm, nn.PReLU)) or is_narrow(module)
+        if grouped or not sized:
             kind = f"a convolution of {module.groups} groups" if grouped else f"a `{type(module).__name__}`"
             raise UserError(
                 f"`{name}` belongs to {kind}, which cannot be made smaller",

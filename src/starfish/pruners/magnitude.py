@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from starfish.core import Anatomy, Images, Masks, Pruner
+from starfish.core import Anatomy, Images, Long, Masks, Pruner
 from starfish.errors import UserError
 from starfish.scopes import default_scope, scope
 
@@ -23,7 +23,14 @@ class Magnitude(Pruner):
     pattern: str = "unstructured"  # or N:M, N kept of every M consecutive inputs of a row
     per: Literal["layer", "global", "row"] = "layer"  # what is compared with what (unstructured only)
 
-    def choose(self, dense: nn.Module, anatomy: Anatomy, images: Images | None = None) -> Masks:
+    def settle(self, anatomy: Anatomy, images: Images | None) -> Magnitude:
+        return replace(self, scope=self.scope or default_scope(anatomy))
+
+    def choosing(self, dense: nn.Module, anatomy: Anatomy, images: Images | None) -> Long[Masks]:
+        yield from ()  # a second at most
+        return self._masks(dense, anatomy)
+
+    def _masks(self, dense: nn.Module, anatomy: Anatomy) -> Masks:
         if not 0 < self.sparsity < 1:
             raise UserError(f"the sparsity is {self.sparsity}", "give the fraction to remove, between 0 and 1")
         rows = scope(anatomy, dense, self.scope or default_scope(anatomy))
