@@ -27,13 +27,13 @@ from starfish import masks as masks_module
 from starfish.activations import logits
 from starfish.anatomy import find
 from starfish.card import model_card
-from starfish.core import Long, Masks, Result, Row, State
+from starfish.core import Anatomy, Long, Masks, Result, Row, State
 from starfish.data import as_images
 from starfish.errors import UserError
 from starfish.files import read_json, read_safetensors, write_json, write_tensors, write_text
-from starfish.models import architecture, example, load_run, small_config
+from starfish.models import Loaded, architecture, example, load_run, small_config
 from starfish.patterns import loses_channels
-from starfish.slim import AGREEMENT, cut_of, disagreement, slim, smaller_masks
+from starfish.slim import AGREEMENT, cut_of, disagreement, slim, smaller, smaller_masks
 from starfish.speed import measuring
 
 CHECKED = 4  # inputs of noise on which a smaller model must answer as the masked one
@@ -162,7 +162,7 @@ def slimming(folder: Path, output: Path) -> Long[dict[str, Any]]:
     masks, result = _finished(folder)
     loaded, before = load_run(folder), architecture(folder)
     config, inputs = read_json(folder / "config.json"), example(loaded, CHECKED)
-    anatomy = find(loaded.model, inputs, blocks=config["starfish"].get("blocks"), channels=loses_channels(masks))
+    anatomy = _anatomy(folder, loaded, masks)
     small, cut = slim(loaded.model, masks, anatomy), cut_of(masks, anatomy, loaded.model)
     facts = {"units": cut.counts(), "disagreement": _checked(small, loaded.model, inputs), "images": len(inputs)}
     speed = yield from measuring(before.model, loaded.model, small, as_images(inputs))
@@ -174,6 +174,26 @@ def slimming(folder: Path, output: Path) -> Long[dict[str, Any]]:
     found = {**result, "speed": speed, "slim": facts}
     run.write(small, left if masks_module.sparsity(left) else {}, found)
     return found
+
+
+def shipped(folder: Path) -> tuple[nn.Module, Tensor]:
+    """The model of a run as it goes on a device, without the units that are gone whole, and an example of its input."""
+    loaded = load_run(folder)
+    inputs, path = example(loaded, CHECKED), folder / "masks.safetensors"
+    if not path.is_file():
+        return loaded.model, inputs
+    masks = read_safetensors(path)[0]
+    cut = cut_of(masks, _anatomy(folder, loaded, masks), loaded.model)
+    if not cut:
+        return loaded.model, inputs
+    small = smaller(loaded.model, cut)
+    _checked(small, loaded.model, inputs)
+    return small, inputs
+
+
+def _anatomy(folder: Path, loaded: Loaded, masks: Masks) -> Anatomy:
+    blocks = read_json(folder / "config.json")["starfish"].get("blocks")
+    return find(loaded.model, example(loaded), blocks=blocks, channels=loses_channels(masks))
 
 
 def _finished(folder: Path) -> tuple[Masks, dict[str, Any]]:

@@ -120,7 +120,9 @@ def smaller_anatomy(anatomy: Anatomy, cut: Cut) -> Anatomy:
 
 def _smaller_unit(unit: Unit, dead: Tensor | None, cut: Cut) -> Unit:
     count = unit.count if dead is None else int((~dead).sum())
-    parts = tuple(replace(part, start=_before(cut.kept.get((part.parameter, part.dim)), part.start)) for part in unit.parts)
+    parts = tuple(
+        replace(part, start=_before(cut.kept.get((part.parameter, part.dim)), part.start)) for part in unit.parts
+    )
     outputs = tuple((block, _before(cut.outputs.get(block), start)) for block, start in unit.outputs)
     return replace(unit, count=count, parts=parts, outputs=outputs)
 
@@ -174,4 +176,3 @@ def rebuild_(model: nn.Module, found: Widths, attentions: list[str]) -> None:
 def disagreement(one: Tensor, two: Tensor) -> float:
     """Largest difference of two models' logits, as a share of the largest logit."""
     return float((one - two).abs().max() / one.abs().max().clamp_min(1e-12))
-

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from starfish.cli import demo, healing, listing, looking, pruning
+from starfish.cli import demo, healing, listing, looking, pruning, shipping
 from starfish.console import Interrupted, say
 from starfish.errors import UserError
 
@@ -24,6 +24,8 @@ COMMANDS = (  # in the order of `starfish --help`
     healing.heal,
     looking.evaluate,
     looking.inspect,
+    shipping.slim,
+    shipping.export,
     listing.methods,
     listing.pruners,
     listing.models,

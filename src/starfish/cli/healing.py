@@ -17,7 +17,6 @@ from starfish.views import show_scores
 
 if TYPE_CHECKING:
     from starfish.core import Job
-    from starfish.data import StoredImages
 
 
 def heal(
@@ -30,7 +29,12 @@ def heal(
     pruned: Annotated[
         Path | None, typer.Option(help="A pruned checkpoint: its zeros are the mask, its weights the start.")
     ] = None,
-    method: Annotated[str, typer.Option(help="`starfish methods` lists them.")] = "starfish",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="One of `starfish methods`, or several in a row as corp,starfish. Default: what suits the masks."
+        ),
+    ] = None,
     recipe: Annotated[str, typer.Option(help="default, or paper for the paper's settings to the letter.")] = "default",
     sets: Set = None,
     limit: Annotated[int | None, typer.Option(help="Take so many of the images, a seeded sample.")] = None,
@@ -39,6 +43,9 @@ def heal(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")] = False,
     seed: Seed = 0,
+    cache: Annotated[
+        Path | None, typer.Option(help="Keep statistics of the images in this folder, for further heals of this model.")
+    ] = None,
     checkpoint: Checkpoint = None,
     allow_pickle: Pickle = False,
     blocks: Blocks = None,
@@ -48,27 +55,34 @@ def heal(
     """Heal a pruned model so that it follows the dense one; the mask stays as it is."""
     from copy import deepcopy
 
+    from starfish.cache import Cache
     from starfish.data import digest_of
-    from starfish.heal import check_method, digest, healing_, job_of
+    from starfish.digests import digest
+    from starfish.heal import check_method, healing_, job_of, settings_of
     from starfish.masks import digest as digest_of_masks
-    from starfish.methods import METHODS, RECIPES
+    from starfish.methods import METHODS, RECIPES, default_methods
     from starfish.runs import Run
     from starfish.settings import names_of
 
     if recipe not in RECIPES:
         raise UserError(f"the recipe is `{recipe}`", f"it can be {listed(list(RECIPES))}")
-    chosen = choose(METHODS, "method", method)
-    settings = [f"{key}={value}" for key, value in RECIPES[recipe].items() if key in names_of(chosen)]
-    loaded, stages = load_model(model, checkpoint, allow_pickle, device, {method: chosen}, [*settings, *(sets or [])])
+    method = method or RECIPES[recipe].method
+    possible = {name: choose(METHODS, "method", name) for name in (method or "corp,starfish").split(",")}
+    settings = [f"{key}={value}" for key, value in RECIPES[recipe].settings.items()
+                if any(key in names_of(one) for one in possible.values())]  # fmt: skip
+    loaded, stages = load_model(model, checkpoint, allow_pickle, device, possible, [*settings, *(sets or [])])
     student = deepcopy(loaded.model)
     chosen_masks = start_(student, loaded.model, masks, pruned, allow_pickle)
     pictures, held_out = healing_images(images, evaluation, limit, stages["preprocess"], loaded, seed)
-    job = job_of(student, loaded.model, chosen_masks, pictures, blocks=blocks, seed=seed)
+    kept = Cache(cache or output / "state")
+    job = job_of(student, loaded.model, chosen_masks, pictures, blocks=blocks, seed=seed, cache=kept)
+    names = method.split(",") if method else default_methods(job)
+    chain = {name: check_method(stages[name], job) for name in names}
     facts = {
         "model": loaded.name,
         "checkpoint": str(checkpoint) if checkpoint else None,
-        "method": method,
-        "settings": asdict(stages[method]),
+        "method": ",".join(names),
+        "settings": settings_of(chain),
         "preprocess": asdict(stages["preprocess"]),
         "blocks": blocks,
         "seed": seed,
@@ -83,12 +97,11 @@ def heal(
         },
         "command": _command_line(),
     }
-    settled = check_method(stages[method], job)
     run = Run.open(output, {**loaded.config, "starfish": facts}, resume=resume)
     result = run.result
     if result is None:
-        _warn(job, held_out)
-        result = watch(healing_(job, settled, held_out, run)).facts()
+        _tell(job, names, given=method is not None, labels=held_out.labels is not None)
+        result = watch(healing_(job, [*chain.values()], held_out, run)).facts()
     if json:
         emit(result)
         return
@@ -96,9 +109,11 @@ def heal(
     say(f"healed {loaded.name}: {output}")
 
 
-def _warn(job: Job, held_out: StoredImages) -> None:
+def _tell(job: Job, names: list[str], *, given: bool, labels: bool) -> None:
     """What the user should know before the time is spent."""
-    if held_out.labels is None:
+    if not given and len(names) > 1:
+        say(f"whole units are gone: healing with {' then '.join(names)}, which measured best (docs/choosing.md)")
+    if not labels:
         say("note: no labels to measure with; the table says how closely the model follows the dense one")
 
 

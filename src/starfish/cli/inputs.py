@@ -60,14 +60,16 @@ def load_pictures(
     return pictures
 
 
-def find_anatomy(loaded: Loaded, pictures: StoredImages | None, blocks: str | None) -> Anatomy:
-    """What is found in the model, from two of the images or else from noise."""
+def find_anatomy(
+    loaded: Loaded, pictures: StoredImages | None, blocks: str | None, *, channels: bool = False
+) -> Anatomy:
+    """What is found in the model, from two of the images or else from noise; `channels` of convolutions take a while."""
     from starfish.anatomy import find
     from starfish.devices import to_device
     from starfish.models import device_of, example
 
     inputs = pictures.batch([0, len(pictures) - 1]) if pictures else example(loaded)
-    return find(loaded.model, to_device(inputs, device_of(loaded.model)), blocks=blocks)
+    return find(loaded.model, to_device(inputs, device_of(loaded.model)), blocks=blocks, channels=channels)
 
 
 def start_(student: nn.Module, dense: nn.Module, masks: Path | None, pruned: Path | None, allow_pickle: bool) -> Masks:

@@ -32,13 +32,15 @@ def evaluate(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Measure a model: top-1 and top-5 with labels; beside another model, how closely it follows that one."""
+    """Measure a model: top-1 and top-5 with labels, size, operations and time; beside another, how closely it follows."""
     from starfish import evaluate as measures
-    from starfish.tables import size_rows
+    from starfish import speed
+    from starfish.tables import evaluation_rows
 
     loaded, stages = load_model(model, checkpoint, allow_pickle, device, {}, sets)
     pictures = load_pictures(evaluation, stages["preprocess"], loaded, role="eval", limit=limit, seed=seed)
     answers = watch(measures.predict(loaded.model, pictures, "evaluate"))
+    inputs = speed.first(pictures)
     top1 = measures.accuracy(answers, pictures.labels)
     facts: dict[str, Any] = {
         "model": model,
@@ -46,7 +48,8 @@ def evaluate(
         "accuracy": top1,
         "accuracy_top5": measures.accuracy(answers, pictures.labels, top=5),
         "accuracy_standard_error": measures.standard_error(top1, len(pictures)),
-        **measures.size(loaded.model),
+        **speed.cost(loaded.model, inputs),
+        "latency_ms": watch(speed.latencies({"model": loaded.model}, inputs))["model"],
         "skipped": pictures.skipped,
     }
     if dense is not None:
@@ -60,7 +63,7 @@ def evaluate(
     if json:
         emit(facts)
     else:
-        table(("", model), size_rows(facts))
+        table(("", model), evaluation_rows(facts))
 
 
 def inspect(
@@ -74,19 +77,20 @@ def inspect(
     """Look before anything runs: what a mask file holds, or what was found in a model. Fetches nothing."""
     from starfish.containers import read
     from starfish.models import load
-    from starfish.patterns import summarise
+    from starfish.patterns import loses_channels, summarise
 
     if not Path(what).is_file():
         loaded = load(what, checkpoint=checkpoint, allow_pickle=allow_pickle, pretrained=False)
         show_anatomy(loaded, find_anatomy(loaded, None, blocks), json)
         return
-    dense, anatomy = None, None
+    dense = None
     if model is not None:
         loaded = load(model, checkpoint=checkpoint, allow_pickle=allow_pickle, pretrained=False)
-        dense, anatomy = loaded.model, find_anatomy(loaded, None, blocks)
+        dense = loaded.model
     found = read(Path(what), dense, allow_pickle=allow_pickle, dense_weights=checkpoint is not None)
     if found.weights is not None and model is not None and checkpoint is None:
         say("note: nothing is fetched to inspect; to compare with the dense weights, give them with --checkpoint")
+    anatomy = find_anatomy(loaded, None, blocks, channels=loses_channels(found.masks)) if dense is not None else None
     summary = summarise(found.masks, anatomy)
     if json:
         emit({"file": what, "container": found.container, **asdict(summary), "notes": found.notes})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from starfish.core import Job, Method
 from starfish.methods.align import OBJECTIVES, Starfish
 from starfish.methods.batchnorm import BatchNorm
@@ -17,18 +19,29 @@ METHODS: dict[str, Method] = {
     "batchnorm": BatchNorm(),
 }
 
-RECIPES: dict[str, dict[str, object]] = {
-    "default": {},
+
+class Recipe(NamedTuple):
+    method: str | None  # None: what suits the masks
+    settings: dict[str, object]
+
+
+RECIPES = {
+    "default": Recipe(None, {}),
     # The paper's text and, where it is silent, its authors' code: fp32, batch statistics in BatchNorm.
-    "paper": {
-        "lr": 6e-4,
-        "min_lr": 1e-6,
-        "epochs": 10,
-        "optimizer": "adamw",
-        "precision": "fp32",
-        "bn": "train",
-        "tail": False,
-    },
+    "paper": Recipe(
+        "starfish",
+        {
+            "lr": 6e-4,
+            "min_lr": 1e-6,
+            "warmup_steps": 0,
+            "epochs": 10,
+            "optimizer": "adamw",
+            "view": "raw",
+            "precision": "fp32",
+            "bn": "train",
+            "tail": False,
+        },
+    ),
 }
 
 

@@ -1,29 +1,25 @@
 """CORP: what the removed units did is folded into those that stay, in closed form (methods.md 10).
 
-N rows, S surviving and P pruned units (times the taps of a kernel), O outputs of the layer that reads them, D width of
-a head.
+The method: which units, in which order, with how much memory. The algebra is in folds.py.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from starfish.core import Job, Method, Part, Row, Unit
+from starfish.core import Job, Method, Row, Unit
 from starfish.masks import apply_
+from starfish.methods.folds import ColumnFold, Fold, QueryKeyFold
 from starfish.patterns import gone
-from starfish.statistics import Moments, QueryKeys, Statistic, audible, gathering, path_of, pruned_of, taps_of
+from starfish.statistics import Moments, QueryKeys, audible, gathering, path_of, taps_of
 
-FLOOR = 1e-3  # least ridge of the shrinkage formula, as released
-SCALED = 1e-4  # ridge as a share of the mean diagonal
-SINGULAR_FLOOR = 1e-6  # of the symmetrised query-key map, as released
-TINY = 1e-300
+UNHEARD = "starfish has no class for this attention, so its query-key dimensions stay as the mask left them"
 
 
 @dataclass(frozen=True)
@@ -57,35 +53,64 @@ class Corp(Method):
 
         It finds its statistics in the cache, and does not yield a second time the rows that were seen before.
         """
-        seen = int(job.state.get("step", 0))
-        folds = [fold for unit, dead in _pruned(job) if audible(job.dense, unit) for fold in _folds(self, job, unit, dead)]
-        _start_over_(job, folds, self.also_changes(job))
-        silent = [unit for unit, _ in _pruned(job) if not audible(job.dense, unit)]
-        behind = deepcopy(job.dense) if self.schedule == "layerwise" else job.dense
-        steps, step = len(silent) + len(folds), 0
-        for unit in silent:
-            step += 1
-            if step > seen:
+        seen, step = int(job.state.get("step", 0)), 0
+        for row in self._folding(job):
+            if "stage" not in row:
+                step += 1
+                if step <= seen:
+                    continue
                 job.state["step"] = step
-                yield {"step": step, "steps": steps, "block": unit.block, "kind": unit.kind, "left_out": UNHEARD}
+                row["step"] = step
+            yield row
+
+    def _folding(self, job: Job) -> Iterator[Row]:
+        pruned = _pruned(job)
+        silent = [unit for unit, _ in pruned if not audible(job.dense, unit)]
+        folds = [fold for unit, dead in pruned if unit not in silent for fold in self._folds(job, unit, dead)]
+        steps = len(silent) + len(folds)
+        for unit in silent:
+            yield {"steps": steps, "block": unit.block, "kind": unit.kind, "left_out": UNHEARD}
+        _start_over_(job, folds)
+        behind = deepcopy(job.dense) if self.schedule == "layerwise" else job.dense
         for chunk in self._chunks(folds):
             statistics = [fold.statistic for fold in chunk]
             yield from gathering(behind, job.anatomy, job.images, statistics, job.cache, "statistics")
             for fold in chunk:
-                row = fold.solve()
+                found = fold.solve()
                 fold.write_(job.model)
                 apply_(job.model, {name: job.masks[name] for name in fold.tensors() if name in job.masks})
-                if self.schedule == "layerwise":
+                if behind is not job.dense:
                     fold.write_(behind)
                 fold.forget()
-                step += 1
-                if step > seen:
-                    job.state["step"] = step
-                    yield {"step": step, "steps": len(folds), "block": fold.unit.block, "kind": fold.unit.kind, **row}
+                yield {"steps": steps, "block": fold.unit.block, "kind": fold.unit.kind, **found}
 
-    def _chunks(self, folds: Sequence[_Fold]) -> Iterator[list[_Fold]]:
+    def _folds(self, job: Job, unit: Unit, dead: Tensor) -> Iterator[Fold]:
+        if unit.kind == "qk":
+            yield from self._query_key_folds(job, unit, dead)
+            return
+        taps = max(taps_of(job.dense.get_submodule(path_of(part))) for part in unit.readers)
+        yield ColumnFold(job.dense, unit, dead, Moments(unit, taps=taps), self.fold, self.ridge == "shrinkage",
+                         job.anatomy.shifts)  # fmt: skip
+
+    def _query_key_folds(self, job: Job, unit: Unit, dead: Tensor) -> Iterator[Fold]:
+        """As many heads of an attention at a time as memory holds."""
+        kept = tuple(tuple((~head).nonzero()[:, 0].tolist()) for head in dead.view(unit.groups, -1))
+
+        def statistic(first: int, last: int) -> QueryKeys:
+            return QueryKeys(unit, first=first, kept=kept[first:last], per_image=self.pairs == "per_image",
+                             center=self.center_keys)  # fmt: skip
+
+        heads = max(
+            1, int(self.memory_gb * 2**30 // max(statistic(head, head + 1).bytes() for head in range(unit.groups)))
+        )
+        for first in range(0, unit.groups, heads):
+            fitted = self.fold == "affine"
+            yield QueryKeyFold(job.dense, unit, dead, statistic(first, first + heads), fitted, self.symmetrize,
+                               self.scale == "reduced")  # fmt: skip
+
+    def _chunks(self, folds: Sequence[Fold]) -> Iterator[list[Fold]]:
         """As many at a time as memory holds; block by block where the statistics follow what was cut."""
-        chunk: list[_Fold] = []
+        chunk: list[Fold] = []
         for fold in folds:
             held = sum(other.statistic.bytes() for other in (*chunk, fold))
             new_block = self.schedule == "layerwise" and chunk and chunk[-1].unit.block != fold.unit.block
@@ -106,3 +131,12 @@ def _pruned(job: Job) -> list[tuple[Unit, Tensor]]:
     """Families that lost units, and which, in the order of the network."""
     found = [(unit, gone(unit, job.masks, job.anatomy)) for unit in job.anatomy.units]
     return [(unit, dead) for unit, dead in found if dead.any() and not dead.all()]
+
+
+@torch.no_grad()
+def _start_over_(job: Job, folds: Sequence[Fold]) -> None:
+    dense, model = job.dense.state_dict(), job.model.state_dict()
+    names = {name for fold in folds for name in fold.tensors()}
+    for name in names:
+        model[name].copy_(dense[name])
+    apply_(job.model, {name: job.masks[name] for name in names & job.masks.keys()})

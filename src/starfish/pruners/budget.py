@@ -45,7 +45,7 @@ def spend(
     elif images is None:
         raise UserError(f"the budget `{budget.cost}` looks at the model at work", "give images with --images")
     elif budget.cost == "flops":
-        costs = yield from flops_of(dense, families, images)
+        costs = yield from flops_of(dense, anatomy, families, images)
     else:
         costs = yield from milliseconds_of(dense, anatomy, families, images)
     return greedy(families, scores, costs, budget)
@@ -58,7 +58,9 @@ def greedy(families: Sequence[Unit], scores: Scores, costs: Sequence[float], bud
         size = unit.count // unit.groups
         losses = scores[place].view(unit.groups, -1).sort(dim=1).values.sum(0)
         most = size - max(1, round(budget.least * size))
-        steps += [(float(loss) / max(costs[place], 1e-30), place, step) for step, loss in enumerate(losses[:most].tolist())]
+        steps += [
+            (float(loss) / max(costs[place], 1e-30), place, step) for step, loss in enumerate(losses[:most].tolist())
+        ]
     goal = budget.share * sum(cost * unit.count for cost, unit in zip(costs, families, strict=True))
     counts: Counts = dict.fromkeys(range(len(families)), 0)
     for _, place, _ in sorted(steps):
@@ -76,11 +78,11 @@ def parameters_of(dense: nn.Module, unit: Unit) -> float:
     return float(sum(tensor.numel() for tensor in tensors))
 
 
-def flops_of(dense: nn.Module, families: Sequence[Unit], images: Images) -> Long[list[float]]:
+def flops_of(dense: nn.Module, anatomy: Anatomy, families: Sequence[Unit], images: Images) -> Long[list[float]]:
     """Multiply-adds that go with one unit, on one image: its weights at every position, and products of tokens."""
     one = _First(images)
     costs = [0.0] * len(families)
-    for row, batch in heard(listening(dense, families), one, families, "flops"):
+    for row, batch in heard(listening(dense, families), anatomy, one, families, "flops"):
         for place, unit in enumerate(families):
             if unit.kind == "qk":
                 tokens = batch.queries(unit).shape[2]
@@ -132,4 +134,3 @@ def _timed(model: nn.Module, inputs: Any) -> float:
     start = time.perf_counter()
     call(model, inputs)
     return 1000 * (time.perf_counter() - start)
-

@@ -16,7 +16,7 @@ from starfish.core import Anatomy, Images, Long, Unit
 from starfish.devices import to_device
 from starfish.errors import UserError
 from starfish.methods.objectives import NORM_FLOOR
-from starfish.statistics import BATCH, Heard, heard, listening, taps_of
+from starfish.statistics import BATCH, Heard, ears_at, heard, listening
 
 Scores = dict[int, Tensor]
 """Place of a family among those that were asked for → the score of each of its units; the lowest go first."""
@@ -88,7 +88,7 @@ def scores_of(
     chosen = [criteria[unit.kind] for unit in families]
     energies = [Energy() for _ in families]
     if set(chosen) - {"weight", "mismatch"}:
-        for row, batch in heard(listening(dense, families), _there(images), families, "energies"):
+        for row, batch in heard(listening(dense, families), anatomy, _there(images), families, "energies"):
             for energy, unit in zip(energies, families, strict=True):
                 energy.add_(unit, batch)
             yield row
@@ -135,13 +135,13 @@ def mismatch(
     device = next(ears.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     totals: Scores = {place: torch.zeros(unit.count, dtype=torch.float64) for place, unit in enumerate(families)}
-    with taps_of(ears, families) as taps, Recorder(ears, anatomy.blocks) as recorder, torch.enable_grad():
+    with ears_at(ears, families) as taps, Recorder(ears, anatomy.blocks) as recorder, torch.enable_grad():
         for start in range(0, len(images), BATCH):
             indices = list(range(start, min(start + BATCH, len(images))))
             inputs = to_device(images.batch(indices), device)
             call(ears, inputs.requires_grad_() if isinstance(inputs, Tensor) else inputs)
             outputs = recorder.take()
-            batch = Heard(taps, len(indices))
+            batch = Heard(ears, taps, anatomy.layouts, len(indices))
             for draw in range(draws):
                 phi = _probe(outputs, anatomy, len(indices), generator)
                 _add_gates_(totals, families, batch, phi, keep=draw + 1 < draws)
@@ -170,4 +170,3 @@ def _add_gates_(totals: Scores, families: Sequence[Unit], batch: Heard, phi: Ten
     for place, unit in enumerate(families):
         gates_BC = batch.summed(effect, unit)
         totals[place] += gates_BC.double().square().sum(0).cpu()
-

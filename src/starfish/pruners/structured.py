@@ -28,7 +28,9 @@ class Structured(Pruner):
     mlp: float | None = None  # the sparsity of neurons alone
     qk: float | None = None  # of query-key dimensions alone
     channels: float | None = None  # of channels alone
-    budget: Literal["uniform", "parameters", "flops", "latency"] = "uniform"  # uniform: each family loses the same share
+    budget: Literal["uniform", "parameters", "flops", "latency"] = (
+        "uniform"  # uniform: each family loses the same share
+    )
     draws: int = 2  # random probes of the mismatch criterion
     seed: int = 0  # of the probes
 
@@ -72,11 +74,16 @@ class Structured(Pruner):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise UserError(f"`{name}` is {value}", "give the fraction to remove, from 0 to below 1")
-        for name, value, known in (("criterion", self.criterion, CRITERIA), ("qk_criterion", self.qk_criterion, QK_CRITERIA)):
+        for name, value, known in (
+            ("criterion", self.criterion, CRITERIA),
+            ("qk_criterion", self.qk_criterion, QK_CRITERIA),
+        ):
             if value != "auto" and value not in known:
                 raise UserError(f"`{name}` is `{value}`", f"it can be auto, {listed(list(known), 12)}")
         if self.budget != "uniform" and any(getattr(self, name) is not None for name in KINDS):
-            raise UserError(f"the budget `{self.budget}` is shared by all units", "give --sparsity alone, or budget=uniform")
+            raise UserError(
+                f"the budget `{self.budget}` is shared by all units", "give --sparsity alone, or budget=uniform"
+            )
         if self.budget not in ("uniform", *COSTS):
             raise UserError(f"`budget` is `{self.budget}`", f"it can be uniform, {listed(list(COSTS))}")
 

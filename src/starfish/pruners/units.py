@@ -11,7 +11,9 @@ from starfish.core import Anatomy, Masks, Unit
 from starfish.pruners.criteria import Scores
 
 
-def masks_of(dense: nn.Module, anatomy: Anatomy, families: Sequence[Unit], scores: Scores, counts: dict[int, int]) -> Masks:
+def masks_of(
+    dense: nn.Module, anatomy: Anatomy, families: Sequence[Unit], scores: Scores, counts: dict[int, int]
+) -> Masks:
     """Masks of every weight that the units run through: rows and columns of the lowest of each group are zero."""
     masks: Masks = {}
     for place, unit in enumerate(families):
