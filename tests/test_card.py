@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from starfish.card import model_card
-from test_tables import result
+from test_tables import COST, STAGES, result
 
 LABELLED = {
     **result(labels=True),
@@ -22,6 +22,10 @@ LABELLED = {
     "versions": {"python": "3.11.9", "starfish-heal": "0.1.0", "torch": "2.15.0"},
     "evaluation": {"images": 500, "labels": True, "held_out": True},
     "accuracy_standard_error": {"dense": 2.0, "pruned": 0.8, "healed": 2.1},
+    "also_changed": [],
+    "stages": STAGES[1:],
+    "cut": {},
+    "speed": {"dense": COST, "masked": COST, "input": [3, 224, 224], "verdict": "The masked model is no faster."},
 }
 UNLABELLED = {
     **LABELLED,
@@ -69,6 +73,95 @@ def test_without_labels_no_accuracy_is_claimed() -> None:
     assert "None" not in text
     assert "same answer as dense" in text
     assert "Measured on the 500 healing images." in text
+
+
+def table(text: str, start: str) -> list[str]:
+    """The lines of the Markdown table whose first line begins so."""
+    lines = text.splitlines()
+    first = next(place for place, line in enumerate(lines) if line.startswith(start))
+    last = next(place for place in range(first, len(lines)) if not lines[place].startswith("|"))
+    return lines[first:last]
+
+
+def test_what_the_models_cost_and_what_that_means() -> None:
+    """All figures side by side and the verdict; zeros that lie about are said to be stored."""
+    text = card("timm/deit_tiny_patch16_224")
+    assert table(text, "|  | dense | masked |")[1:3] == ["|---|---|---|", "| parameters | 5,717,416 | 5,717,416 |"]
+    assert "The masked model is no faster." in text
+    assert "stored as zeros: this file is as large as the dense model's." in text
+    assert "starfish slim" not in text
+
+
+SMALL = {**COST, "parameters": 3500000}
+UNITS = {"neuron": {"units": 9216, "gone": 4608}, "qk": {"units": 384, "gone": 192}}
+CUT = {
+    **LABELLED,
+    "cut": UNITS,
+    "speed": {**LABELLED["speed"], "small": SMALL, "verdict": "The small model is faster."},
+}
+
+
+def test_units_gone_can_be_cut_out() -> None:
+    """A run whose units are gone has a small model, and the card says what it costs and how to get it."""
+    text = card("timm/deit_tiny_patch16_224", CUT)
+    assert "| parameters | 5,717,416 | 5,717,416 | 3,500,000 |" in table(text, "|  | dense | masked | small |")
+    assert "4,608 of 9,216 MLP neurons and 192 of 384 query-key dimensions are zero as a whole" in text
+    assert "\nstarfish slim RUN -o DIR\n" in text
+    assert 'starfish.load("DIR")' in text
+    assert "The small model is faster." in text
+    assert 'timm.create_model("local-dir:RUN", pretrained=True)' in text
+    assert "no smaller" not in text
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_card_of_a_small_model(name: str) -> None:
+    """It holds no zeros and no library builds it: starfish.load does."""
+    slim = {**CUT, "slim": {"units": UNITS, "disagreement": 3.4e-7, "images": 4}}
+    text = model_card(slim, {**CONFIGS[name][0], "small": {}, "starfish": {"model": name}})
+    assert "4,608 of 9,216 MLP neurons" in text
+    assert "up to 3e-07 of the largest" in text
+    assert "under the masks were zero" in text
+    assert 'starfish.load("RUN")' in text
+    assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "pytorch"
+    for wrong in ("stored as zeros", "starfish slim", "timm.create_model", "rows.jsonl", "masks.safetensors"):
+        assert wrong not in text
+
+
+def test_a_model_that_came_in_small() -> None:
+    """Cut by another tool: nothing is left to cut, and its file is no larger than it must be."""
+    text = card("timm/deit_tiny_patch16_224", {**LABELLED, "speed": {"dense": COST, "small": SMALL, "verdict": "Yes."}})
+    assert "| parameters | 5,717,416 | 3,500,000 |" in table(text, "|  | dense | small |")
+    assert "stored as zeros" not in text
+    assert "starfish slim" not in text
+
+
+def test_methods_in_a_row_each_with_figures_and_settings() -> None:
+    """What came of each, and its settings by its name; a single method reads the same way without the table."""
+    settings = {"corp": {"ridge": "auto"}, "starfish": {"lr": 0.0006, "epochs": 10}}
+    text = card(
+        "timm/deit_tiny_patch16_224", {**CUT, "method": "corp,starfish", "settings": settings, "stages": STAGES}
+    )
+    assert "healed with `corp` then `starfish` on 1000 unlabeled images" in text
+    assert table(text, "| after |")[2:] == ["| corp | 41.25 | 12 |", "| starfish | 66.67 | 130 |"]
+    assert "Settings of `corp`: ridge auto." in text
+    assert "Settings of `starfish`: lr 0.0006, epochs 10." in text
+    alone = card("timm/deit_tiny_patch16_224")
+    assert "| after |" not in alone
+    assert "Settings of `starfish`: lr 0.0006, epochs 10." in alone
+
+
+def test_what_may_have_changed_is_not_said_to_be_untouched() -> None:
+    text = card("timm/deit_tiny_patch16_224", {**LABELLED, "also_changed": ["head.bias"]})
+    assert "but for 1 tensors that the method may change" in text
+    assert "but for" not in card("timm/deit_tiny_patch16_224")
+
+
+def test_runs_of_old_knew_neither_costs_nor_stages() -> None:
+    """A card can still be written for them."""
+    old = {name: value for name, value in LABELLED.items() if name not in {"speed", "stages", "cut"}}
+    text = card("timm/deit_tiny_patch16_224", old)
+    assert "stored as zeros" in text
+    assert "## How it was made" in text
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -294,3 +294,90 @@ def test_help_does_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", "pass"], check=True)
     bare = time.perf_counter() - bare
     assert min(times) < max(0.3, 20 * bare), statistics.median(times)
+
+
+STRUCTURED = ["--pattern", "structured", "--scope", "mlp+qk", "--sparsity", "0.5"]
+
+
+def kept_units(path: str) -> dict[str, list[int]]:
+    """Of each block: neurons and, head by head, query-key dimensions of which every weight is kept."""
+    masks = load_file(path)
+    found = {}
+    for block in (0, 1):
+        fc1, fc2, qkv = (masks[f"blocks.{block}.{name}.weight"].bool() for name in ("mlp.fc1", "mlp.fc2", "attn.qkv"))
+        assert torch.equal(fc1.all(1), fc2.all(0))
+        q, k, v = qkv.all(1).view(3, 3, 8)
+        assert torch.equal(q, k)
+        assert bool(v.all())
+        found[f"blocks.{block}"] = [int(fc1.all(1).sum()), *q.sum(1).tolist()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "criterion", "qk_criterion"),
+    [
+        ([], "weight", "weight"),
+        (["--images", "photos"], "mismatch", "mismatch"),
+        (["--images", "photos", "--set", "criterion=ensemble"], "ensemble", "pairs"),
+    ],
+)
+def test_prune_whole_units(
+    more: list[str], criterion: str, qk_criterion: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the neurons and half of each head's dimensions, by weights or by what images show; nothing left open."""
+    facts = pruned(capsys, *STRUCTURED, *more)
+    assert facts["pruner"] == "structured"
+    settings = facts["settings"]
+    assert (settings["criterion"], settings["qk_criterion"], settings["scope"]) == (criterion, qk_criterion, "mlp+qk")
+    assert "auto" not in settings.values()
+    assert facts["inconsistencies"] == []
+    assert {(unit["block"], unit["kind"]): unit["gone"] for unit in facts["units"]} == {
+        (f"blocks.{block}", kind): gone for block in (0, 1) for kind, gone in (("neuron", [48]), ("qk", [4, 4, 4]))
+    }
+    assert kept_units("masks.safetensors") == {"blocks.0": [48, 4, 4, 4], "blocks.1": [48, 4, 4, 4]}
+    again = answer(capsys, "inspect", "masks.safetensors", "--model", MODEL, "--checkpoint", "dense.safetensors")
+    assert again["sparsity"] == facts["sparsity"]
+
+
+def test_prune_whole_units_in_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--pruner alone is enough; a budget over the whole model says how far it is, and blocks lose unlike shares."""
+    words = ["prune", MODEL, "--checkpoint", "dense.safetensors", "-o", "masks.safetensors", "--pruner", "structured"]
+    capsys.readouterr()
+    assert starfish(*words, "--images", "photos", "--set", "budget=flops") == 0
+    captured = capsys.readouterr()
+    assert "mismatch 30/30" in captured.err
+    assert "wrote masks.safetensors" in captured.err
+    assert re.search(r"mlp.fc1.weight +mlp_in +96×24 +[0-9.]+ +neurons", captured.out)
+    blocks = kept_units("masks.safetensors")
+    assert all(len(set(heads)) == 1 for _, *heads in blocks.values())
+    assert blocks["blocks.0"] != blocks["blocks.1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--pruner", "magnitude", "--pattern", "structured"], "`magnitude` does not make the pattern `structured`"),
+        (["--pruner", "structured", "--pattern", "2:4"], "`structured` does not make the pattern `2:4`"),
+        (["--pruner", "structured", "--pattern", "unstructured"], "does not make the pattern `unstructured`"),
+        (["--pruner", "magnitude", "--pattern", "magnitude"], "the pattern is `magnitude`"),
+        (["--pruner", "nobody", "--pattern", "structured"], "there is no pruner `nobody`"),
+        (["--pattern", "structured", "--scope", "heads"], "no units `heads`"),
+        (["--pattern", "structured", "--sparsity", "1"], "`sparsity` is 1.0"),
+        (["--pattern", "structured", "--set", "criterion=size"], "`criterion` is `size`"),
+        (["--pattern", "structured", "--set", "criterion=energy"], "`structured` looks at data"),
+        (["--pattern", "structured", "--set", "budget=flops"], "`structured` looks at data"),
+        (["--pattern", "structured", "--set", "budget=money"], "`budget` is `money`"),
+        (["--pattern", "structured", "--set", "budget=parameters", "--set", "qk=0.3"], "`parameters` is shared"),
+        (["--pattern", "structured", "--limit", "5"], "--limit is 5 and there are no --images"),
+        (["--pattern", "structured", "--set", "per=row"], "nothing here has a setting `per`"),
+    ],
+)
+def test_refusals_of_prune(words: list[str], complaint: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One error with a way out, exit 2, and no masks."""
+    assert starfish("prune", MODEL, "--checkpoint", "dense.safetensors", "-o", "masks.safetensors", *words) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("error") == 1
+    assert "hint: " in error
+    assert "Traceback" not in error
+    assert not (here / "masks.safetensors").exists()

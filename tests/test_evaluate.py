@@ -144,6 +144,16 @@ def test_predict_is_the_model_in_evaluation_mode(images: Tensor) -> None:
     assert not model.training
 
 
+@pytest.mark.parametrize(("kind", "sizes"), [("vit", [24, 24]), ("cnn", [16, 32, 64])])
+def test_how_many_channels_the_blocks_put_out(kind: str, sizes: list[int], images: Tensor) -> None:
+    """Those of the layout's channel dimension, in the order of the blocks; also of a model in training."""
+    model = MODELS[kind]().train()
+    anatomy = find(model, images[:2])
+    assert list(evaluate.output_sizes(model, anatomy, images[:2]).items()) == list(
+        zip(anatomy.blocks, sizes, strict=True)
+    )
+
+
 def test_scores_are_the_keys_of_the_result() -> None:
     before = evaluate.Measured(10.0, 30.0, 20.0, 2.0, [0.5, 0.3])
     after = evaluate.Measured(64.0, None, 70.0, 0.5, [0.9, 0.7])
@@ -155,12 +165,3 @@ def test_scores_are_the_keys_of_the_result() -> None:
     assert found["fidelity"]["agreement"] == {"pruned": 20.0, "healed": 70.0}
     assert found["fidelity"]["kl"] == {"pruned": 2.0, "healed": 0.5}
     assert found["fidelity"]["blocks"] == {"a": {"pruned": 0.5, "healed": 0.9}, "b": {"pruned": 0.3, "healed": 0.7}}
-
-
-def test_size_counts_parameters_and_zeros() -> None:
-    model = nn.Linear(3, 4)
-    with torch.no_grad():
-        model.weight.fill_(1)
-        model.bias.fill_(1)
-        model.weight[0] = 0
-    assert evaluate.size(model) == {"parameters": 16, "nonzero": 13}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,15 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import starfish
 from starfish import files, models
+from starfish.anatomy import find
 from starfish.data import Preprocess
 from starfish.errors import UserError
+from starfish.masks import apply_
 from starfish.models import Loaded, classes, load
+from starfish.pruners.structured import Structured
+from starfish.slim import slim
 
 QUERY = "img_size=32&patch_size=16&embed_dim=24&depth=2&num_heads=3&num_classes=5"
 TINY = f"timm/vit_tiny_patch16_224?{QUERY}"
@@ -247,6 +254,47 @@ def test_a_run_of_a_torchvision_model(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", loaded, starfish={"model": name, "preprocess": FACTS})
     (folder / "result.json").write_text("{}")
     assert same(load(str(folder)).model, loaded.model, 64)
+
+
+def small_of(model: nn.Module) -> nn.Module:
+    """Half of its neurons and query-key dimensions cut out."""
+    images = torch.randn(2, 3, 32, 32)
+    masks = starfish.prune(model, Structured(0.5, scope="mlp+qk", criterion="weight"), images)
+    apply_(model, masks)
+    return slim(model, masks, find(model, images))
+
+
+def test_a_run_of_a_smaller_model_tells_its_widths(tmp_path: Path) -> None:
+    """In config.json: its weights fit, and its answers are the same bit for bit. Further weights can be given to it."""
+    loaded = Loaded(TINY, *fresh(TINY))
+    dense = copy.deepcopy(loaded.model)
+    small = small_of(loaded.model)
+    config = {**loaded.config, "small": models.small_config(dense, small)}
+    folder = written(tmp_path / "run", replace(loaded, model=small, config=config),
+                     starfish={"model": TINY, "preprocess": FACTS})  # fmt: skip
+    (folder / "result.json").write_text("{}")
+    again = load(str(folder))
+    assert same(again.model, small)
+    assert again.config["small"] == config["small"]
+    assert same(load(f"local-dir:{folder}").model, small)
+    with torch.no_grad():
+        small.head.bias.add_(1)  # type: ignore[union-attr,operator]
+    assert same(load(str(folder), checkpoint=saved(tmp_path / "other.safetensors", small)).model, small)
+    with pytest.raises(UserError, match="shape"):
+        load(str(folder), checkpoint=saved(tmp_path / "dense.safetensors", dense))
+
+
+def test_timm_alone_cannot_build_a_smaller_model(tmp_path: Path) -> None:
+    """A folder that lost its result is not taken for one of timm's own."""
+    loaded = Loaded(TINY, *fresh(TINY))
+    config = {**loaded.config, "small": {"widths": {}, "attentions": []}}
+    folder = written(tmp_path / "run", replace(loaded, config=config))
+    with pytest.raises(UserError, match="holds a smaller model than its architecture"):
+        load(f"local-dir:{folder}")
+
+
+def test_the_small_config_of_a_model_that_is_not_smaller_is_empty() -> None:
+    assert models.small_config(tiny(), tiny()) == {"widths": {}, "attentions": []}
 
 
 # --- torchvision

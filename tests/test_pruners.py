@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import starfish
-from cases import tiny_vit
-from starfish.core import Pruner
+from cases import tiny_cnn, tiny_vit
+from starfish.core import Anatomy, Images, Long, Masks, Pruner
+from starfish.data import Preprocess, StoredImages
 from starfish.errors import UserError
-from starfish.pruners import PRUNERS, prune, summary
+from starfish.pruners import PRUNERS, check_pruner, name_of, prune, summary
+from starfish.pruners.structured import Structured
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -28,25 +33,72 @@ def test_every_pruner_says_what_it_does_and_chooses(name: str, images: Tensor) -
 
 
 @pytest.mark.parametrize("name", PRUNERS)
-def test_the_same_masks_come_twice_and_the_model_is_left_alone(name: str, images: Tensor) -> None:
-    model = tiny_vit()
+@pytest.mark.parametrize("build", [tiny_vit, tiny_cnn])
+def test_the_same_masks_come_twice_and_the_model_is_left_alone(
+    name: str, build: Callable[[], nn.Module], images: Tensor
+) -> None:
+    """A model in training too: running statistics, flags and gradients are as before, and so are the images."""
+    model, given = build().train(), images.clone()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     first, second = prune(model, PRUNERS[name], images), prune(model, PRUNERS[name], images)
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(images, given)
+    assert not images.requires_grad
 
 
-def test_a_wrapped_model_gives_the_names_of_the_model_inside(images: Tensor) -> None:
-    plain = prune(tiny_vit(), starfish.Magnitude(0.5), images)
-    wrapped = prune(nn.DataParallel(tiny_vit()), starfish.Magnitude(0.5), images)
+@pytest.mark.parametrize("name", PRUNERS)
+def test_a_wrapped_model_gives_the_names_of_the_model_inside(name: str, images: Tensor) -> None:
+    plain = prune(tiny_vit(), PRUNERS[name], images)
+    wrapped = prune(nn.DataParallel(tiny_vit()), PRUNERS[name], images)
     assert plain.keys() == wrapped.keys()
     assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
 
 
-def test_one_image_is_enough(images: Tensor) -> None:
-    assert prune(tiny_vit(), starfish.Magnitude(0.5), images[:1])
+@pytest.mark.parametrize("name", PRUNERS)
+def test_one_image_is_enough(name: str, images: Tensor) -> None:
+    assert prune(tiny_vit(), PRUNERS[name], images[:1])
 
 
 def test_no_image_is_not(images: Tensor) -> None:
     with pytest.raises(UserError, match="there are no images"):
         prune(tiny_vit(), starfish.Magnitude(0.5), images[:0])
+
+
+@dataclass(frozen=True)
+class Picky(Pruner):
+    """Of a user: looks at labels."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"images", "labels"})
+
+    def choosing(self, dense: nn.Module, anatomy: Anatomy, images: Images | None) -> Long[Masks]:
+        yield from ()
+        return {"labels": images.labels}  # type: ignore[union-attr, dict-item]
+
+
+def test_what_a_pruner_needs_is_asked_for_first(images: Tensor, labels: Tensor) -> None:
+    """Images and labels, by the pruner's name and with a way out; with all it needs it is let through."""
+    bare, labelled = (StoredImages(images, Preprocess(), given) for given in (None, labels))
+    for pruner, given, complaint in (
+        (Structured(criterion="energy"), None, "`structured` looks at data"),
+        (Picky(), None, "`picky` looks at data"),
+        (Picky(), bare, "`picky` needs labels"),
+    ):
+        with pytest.raises(UserError, match=complaint) as error:
+            check_pruner(pruner, given)
+        assert error.value.hint
+    with pytest.raises(UserError, match="`picky` needs labels"):
+        prune(tiny_vit(), Picky(), images)
+    assert torch.equal(prune(tiny_vit(), Picky(), labelled)["labels"], labels)
+    for pruner in (starfish.Magnitude(), Structured(), Structured(criterion="weight")):
+        check_pruner(pruner, None)
+
+
+def test_names() -> None:
+    """Whatever the settings; a class of the user's own goes by its own name, and its first line says what it does."""
+    assert {name: name_of(pruner) for name, pruner in PRUNERS.items()} == {name: name for name in PRUNERS}
+    assert name_of(Structured(0.9, scope="mlp")) == "structured"
+    assert (name_of(Picky()), summary(Picky())) == ("picky", "Of a user: looks at labels.")

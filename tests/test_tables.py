@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from starfish.tables import score_rows, size_rows
+from starfish.tables import cost_rows, evaluation_rows, proof, score_rows, speed_rows, stage_rows
 
 
 def result(*, labels: bool, top5: bool = True) -> dict[str, Any]:
@@ -47,11 +47,74 @@ def test_without_labels_there_is_fidelity() -> None:
     assert score_rows(result(labels=False)) == FIDELITY
 
 
-FACTS = {"images": 1000, "parameters": 5717416, "nonzero": 3000000}
+COST = {
+    "parameters": 5717416,
+    "nonzero": 3000000,
+    "file_mb": 22.8697,
+    "flops": 2514123456,
+    "latency_ms": {"1": 12.345, "32": 234.56},
+}
+COST_ROWS = [
+    ("parameters", "5,717,416"),
+    ("of them not zero", "3,000,000"),
+    ("file, MB", "22.87"),
+    ("operations an image, millions", "2,514.1"),
+    ("ms for 1 at once", "12.3"),
+    ("ms for 32 at once", "235"),
+]
 
 
-def test_sizes_with_labels_and_a_dense_model() -> None:
-    found = size_rows(
+def test_what_a_model_costs() -> None:
+    """One figure a line; how many weights are not zero only where it is known."""
+    assert cost_rows(COST) == COST_ROWS
+    assert cost_rows({**COST, "nonzero": None}) == [COST_ROWS[0], *COST_ROWS[2:]]
+
+
+def test_models_side_by_side() -> None:
+    """Those that were measured, the dense one first; a figure that one of them lacks is empty there."""
+    small = {**COST, "parameters": 3000000, "latency_ms": {"1": 6.0, "32": 120.0}}
+    speed = {"small": small, "dense": {**COST, "nonzero": None}, "input": [3, 224, 224], "verdict": "Faster."}
+    assert speed_rows(speed) == [
+        ("", "dense", "small"),
+        ("parameters", "5,717,416", "3,000,000"),
+        ("of them not zero", "", "3,000,000"),
+        ("file, MB", "22.87", "22.87"),
+        ("operations an image, millions", "2,514.1", "2,514.1"),
+        ("ms for 1 at once", "12.3", "6"),
+        ("ms for 32 at once", "235", "120"),
+    ]
+    assert speed_rows({**speed, "masked": COST})[0] == ("", "dense", "masked", "small")
+
+
+STAGES = [
+    {"method": "corp", "accuracy": 41.25, "agreement": 50.0, "seconds": 12.4},
+    {"method": "starfish", "accuracy": 66.666, "agreement": 80.5, "seconds": 130.0},
+]
+
+
+def test_methods_in_a_row() -> None:
+    """Accuracy after each, without labels how often it answers as the dense model; one alone needs no table."""
+    assert stage_rows(STAGES) == [
+        ("after", "top-1, %", "seconds"),
+        ("corp", "41.25", "12"),
+        ("starfish", "66.67", "130"),
+    ]
+    unlabelled = [{**stage, "accuracy": None} for stage in STAGES]
+    assert stage_rows(unlabelled)[:2] == [("after", "same answer as dense, %", "seconds"), ("corp", "50.00", "12")]
+    assert stage_rows(STAGES[:1]) == []
+
+
+def test_the_proof_claims_no_more_than_was_shown() -> None:
+    """Tensors that the method was free to change are not said to be as they were."""
+    assert proof({"also_changed": []}).endswith("nothing outside the masks has changed by a bit")
+    assert "but for 2 tensors that the method may change" in proof({"also_changed": ["a.bias", "b.bias"]})
+
+
+FACTS = {"images": 1000, **COST}
+
+
+def test_an_evaluation_with_labels_and_a_dense_model() -> None:
+    found = evaluation_rows(
         {
             **FACTS,
             "accuracy": 72.8,
@@ -68,12 +131,11 @@ def test_sizes_with_labels_and_a_dense_model() -> None:
         ("KL from dense", "0.0001234"),
         ("block cosine to dense", "0.98"),
         ("images", "1,000"),
-        ("parameters", "5,717,416"),
-        ("of them not zero", "3,000,000"),
+        *COST_ROWS,
     ]
 
 
 def test_what_is_not_known_has_no_row_but_zero_has_one() -> None:
     nothing = {"accuracy": None, "accuracy_standard_error": None, "accuracy_top5": None}
-    assert [name for name, _ in size_rows({**FACTS, **nothing})] == ["images", "parameters", "of them not zero"]
-    assert size_rows({**FACTS, **nothing, "accuracy": 0.0})[0] == ("top-1, %", "0")
+    assert evaluation_rows({**FACTS, **nothing}) == [("images", "1,000"), *COST_ROWS]
+    assert evaluation_rows({**FACTS, **nothing, "accuracy": 0.0})[0] == ("top-1, %", "0")

@@ -13,9 +13,15 @@ if TYPE_CHECKING:
     from starfish.methods import METHODS
     from starfish.methods.align import Starfish
     from starfish.methods.batchnorm import BatchNorm
+    from starfish.methods.corp import Corp
+    from starfish.methods.corp import Corp
     from starfish.models import load_module as load
     from starfish.pruners import PRUNERS, prune
     from starfish.pruners.magnitude import Magnitude
+    from starfish.pruners.structured import Structured
+    from starfish.slim import remaining, slim
+    from starfish.pruners.structured import Structured
+    from starfish.slim import remaining
 
 # Where each public name lives: imported when first used, so that `starfish --help` need not wait for torch.
 _HOMES = {
@@ -23,6 +29,8 @@ _HOMES = {
     "PRUNERS": "pruners",
     "Anatomy": "core",
     "BatchNorm": "methods.batchnorm",
+    "Corp": "methods.corp",
+    "Corp": "methods.corp",
     "Images": "core",
     "Job": "core",
     "Magnitude": "pruners.magnitude",
@@ -33,10 +41,15 @@ _HOMES = {
     "Result": "core",
     "Starfish": "methods.align",
     "StoredImages": "data",
+    "Structured": "pruners.structured",
+    "Structured": "pruners.structured",
     "UserError": "errors",
     "heal_": "heal",
     "load": "models:load_module",
     "prune": "pruners",
+    "remaining": "slim",
+    "slim": "slim",
+    "remaining": "slim",
 }
 
 __all__ = [
@@ -44,6 +57,7 @@ __all__ = [
     "PRUNERS",
     "Anatomy",
     "BatchNorm",
+    "Corp",
     "Images",
     "Job",
     "Magnitude",
@@ -54,10 +68,12 @@ __all__ = [
     "Result",
     "Starfish",
     "StoredImages",
+    "Structured",
     "UserError",
     "heal_",
     "load",
     "prune",
+    "remaining",
 ]
 
 

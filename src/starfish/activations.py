@@ -94,7 +94,7 @@ class Recorder:
 
 
 class Taps:
-    """What goes into some modules and comes out of others in a forward pass: the very tensors, for gradients too."""
+    """What goes into some modules and comes out of others in a forward pass, for gradients too."""
 
     def __init__(self, model: nn.Module, *, into: Sequence[str] = (), out_of: Sequence[str] = ()) -> None:
         self.into: dict[str, Tensor] = {}
@@ -115,8 +115,9 @@ class Taps:
             handle.remove()
 
     def _before(self, name: str, module: nn.Module) -> RemovableHandle:
-        def keep(_module: nn.Module, inputs: Any) -> None:
-            self.into[name] = inputs[0]
+        def keep(_module: nn.Module, inputs: Any) -> tuple[Any, ...]:
+            self.into[name] = inputs[0].clone()  # its gradient is this reader's alone, whoever else reads the tensor
+            return self.into[name], *inputs[1:]
 
         return module.register_forward_pre_hook(keep)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from starfish.core import Images
 from starfish.errors import UserError, listed
 
 
@@ -41,9 +43,47 @@ def augmented(inputs: Any, augment: str, generator: torch.Generator) -> Any:
     return x_BCHW
 
 
-def check(augment: str) -> None:
-    """Raise a UserError for a list with anything in it that `augmented` does not know."""
-    _steps(augment)
+@dataclass(frozen=True)
+class Views:
+    """Images of which each is there several times: image i as it is at i, and v times augmented at i + v·N.
+
+    A view is a function of seed and index alone, whatever batch it comes in, so that what a teacher answers can be kept.
+    """
+
+    images: Images
+    augment: str
+    count: int  # of each image, the one as it is included
+    seed: int
+
+    @property
+    def labels(self) -> Tensor | None:
+        return None if self.images.labels is None else self.images.labels.repeat(self.count)
+
+    def __len__(self) -> int:
+        return self.count * len(self.images)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        size = len(self.images)
+        x_BCHW = self.images.batch([index % size for index in indices])
+        views = [self._view(x_BCHW[place : place + 1], index) for place, index in enumerate(indices)]
+        return torch.cat(views)
+
+    def _view(self, x_1CHW: Tensor, index: int) -> Tensor:
+        if index < len(self.images):
+            return x_1CHW
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        view: Tensor = augmented(x_1CHW, self.augment, generator)
+        return view
+
+
+def check(augment: str, *, alone: bool = False) -> None:
+    """Refuse a list with anything in it that `augmented` does not know or, `alone`, that takes several images."""
+    mixing = [name for name, _ in _steps(augment) if name in MIXING]
+    if alone and mixing:
+        raise UserError(
+            f"`{mixing[0]}` mixes the images of a batch, so its views cannot be kept",
+            "with it, set views=0: new ones each step",
+        )
 
 
 def is_none(augment: str) -> bool:
@@ -164,6 +204,7 @@ def _spread(values_B: Tensor, x_BCHW: Tensor) -> Tensor:
     return values_B.to(x_BCHW.device).view(-1, 1, 1, 1)
 
 
+MIXING = ("mixup", "cutmix")
 AUGMENTATIONS = {
     "flip": Augmentation(_flip, 0.5, 0, 1, "how often an image is mirrored left to right"),
     "crop": Augmentation(_crop, 0.5, 0.01, 1, "the least share of an image's area that is kept and stretched"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,13 +24,13 @@ class Cache:
     folder: Path
     _seen: tuple[Images, str] | None = field(default=None, repr=False)  # hashing images takes a second or two
 
-    def key(self, model: nn.Module, images: Images, facts: str) -> str:
-        """For what is found out about this model on these images; `facts` says what it is, settings included."""
+    def keys(self, model: nn.Module, images: Images, facts: Sequence[str]) -> list[str]:
+        """For things found out about this model on these images; `facts` says what each is, settings included."""
         if self._seen is None or self._seen[0] is not images:
             self._seen = (images, digest_of_images(images))
         device = next(model.parameters()).device.type
-        text = f"{VERSION} {type(model).__name__} {digest(model)} {self._seen[1]} {device} {facts}"
-        return hashlib.sha256(text.encode()).hexdigest()[:40]
+        common = f"{VERSION} {type(model).__name__} {digest(model)} {self._seen[1]} {device}"
+        return [hashlib.sha256(f"{common} {fact}".encode()).hexdigest()[:40] for fact in facts]
 
     def read(self, key: str) -> dict[str, Tensor] | None:
         """What was kept under this key; None where there is nothing, or nothing that can be read."""

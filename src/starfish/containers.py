@@ -7,6 +7,7 @@ mask buffers          weights and masks: `X` with `X_mask` or `_X_mask` (ModelOp
 nested masks          `{module: {"weight": mask, "bias": mask}}` (NNI)
 torch.ao.pruning      parametrizations saved with their masks, or the state dict of the sparsifier
 plain zeros           a state dict; pruned is what is zero there and not in the dense model
+smaller model         a state dict of which some tensors are smaller than the dense model's: what went is gone already
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def read(path: Path, dense: nn.Module | None, *, allow_pickle: bool = False, den
     """
     file = _renamed(_recognise(path, dense, allow_pickle), dense)
     if dense is not None and file.weights is not None:
+        smaller = smaller_tensors(file.weights, dense)
+        if smaller and not file.masks:
+            return _smaller(path, file, smaller, dense)
         check_weights(path, file.weights, dense)
     if file.container == "plain zeros":
         if dense is None:
@@ -296,12 +300,30 @@ def check_weights(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -
 
 def _wrong_size(path: Path, name: str, value: Tensor, expected: Tensor) -> UserError:
     found = f"`{name}` in `{path}` has shape {tuple(value.shape)}, in the model {tuple(expected.shape)}"
-    if value.ndim == expected.ndim and all(a <= b for a, b in zip(value.shape, expected.shape, strict=True)):
-        return UserError(
-            f"{found}: the file holds a physically smaller model, not a mask",
-            "give the masks it was made with, or the pruned model before it was made smaller",
-        )
     return UserError(found, "is this the architecture the file was saved from?")
+
+
+def smaller_tensors(weights: Mapping[str, Tensor], dense: nn.Module) -> list[str]:
+    """Those that are smaller than the dense model's, in one dimension or several; none where one does not fit into it."""
+    expected = dense.state_dict()
+    pairs = {name: (value.shape, expected[name].shape) for name, value in weights.items() if name in expected}
+    fit = all(len(one) == len(two) and all(map(int.__le__, one, two)) for one, two in pairs.values())
+    return [name for name, (one, two) in pairs.items() if one != two] if fit else []
+
+
+def _smaller(path: Path, file: MaskFile, smaller: list[str], dense: nn.Module) -> MaskFile:
+    """What went is gone already, so the masks keep all that is left of the weights that became smaller."""
+    assert file.weights is not None
+    same = {name: value for name, value in dense.state_dict().items() if name in smaller}
+    check_weights(path, file.weights | same, dense)  # names; these sizes may differ
+    masks = {
+        name: torch.ones(file.weights[name].shape, dtype=torch.bool) for name in _prunable(dense) if name in smaller
+    }
+    notes = [
+        *file.notes,
+        f"{len(smaller)} tensors are smaller than the dense model's: it is healed in the shape it has",
+    ]
+    return MaskFile("smaller model", masks, _masked({}, file.weights), notes)
 
 
 def _masks_of_zeros(weights: Mapping[str, Tensor], dense: nn.Module) -> Masks:

@@ -61,6 +61,10 @@ class Targets(Protocol):
         """Make ready what will be read; yields stage rows. Without `keep` every reading is of inputs never seen."""
         ...
 
+    def of(self, images: Images) -> Targets:
+        """The same for other images."""
+        ...
+
     def read(self, indices: Sequence[int], inputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
         """Outputs as x_BPC (image, position, channel) by module, and logits, each only if prepared."""
         ...

@@ -90,6 +90,12 @@ def block_cosines(
     return [float(total) / size for total in totals]
 
 
+def output_sizes(model: nn.Module, anatomy: Anatomy, inputs: Any) -> dict[str, int]:
+    """Block → the channels that it puts out."""
+    model.eval()
+    return {name: x_BPC.shape[-1] for name, x_BPC in _outputs(model, inputs, anatomy, 2).items()}
+
+
 @torch.no_grad()
 def _outputs(model: nn.Module, batch: Any, anatomy: Anatomy, images: int) -> dict[str, Tensor]:
     device = next(model.parameters()).device

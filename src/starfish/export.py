@@ -135,7 +135,8 @@ def _quietly() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        aside = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(aside), contextlib.redirect_stderr(aside):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -18,7 +18,7 @@ from starfish import evaluate
 from starfish import masks as masks_module
 from starfish.anatomy import find, unwrap
 from starfish.cache import Cache
-from starfish.core import Images, Job, Long, Masks, Method, Result, Row, finish
+from starfish.core import Anatomy, Images, Job, Long, Masks, Method, Result, Row, finish
 from starfish.data import as_images
 from starfish.devices import to_device
 from starfish.digests import fingerprints
@@ -28,7 +28,7 @@ from starfish.methods.batchnorm import batchnorms
 from starfish.methods.corp import foldable
 from starfish.patterns import loses_channels
 from starfish.runs import Run, peak_rss_mb, versions
-from starfish.slim import Cut, cut_of, grow_, smaller, smaller_anatomy, smaller_masks
+from starfish.slim import Cut, cut_of, grow_, is_smaller, smaller, smaller_anatomy, smaller_masks
 from starfish.speed import measuring
 from starfish.targets import DenseTargets
 
@@ -67,8 +67,24 @@ def job_of(
     masks = {name: mask.to(device) for name, mask in masks.items()}
     inputs = to_device(images.batch([0, len(images) - 1]), device)
     anatomy = find(dense, inputs, blocks=blocks, channels=loses_channels(masks))
+    if is_smaller(model, dense):  # some other tool has cut it: its units are what is left of them
+        anatomy = _anatomy_of_smaller(model, dense, anatomy, inputs)
     masks_module.apply_(model, masks)
     return Job(model, dense, masks, images, anatomy, DenseTargets(dense, anatomy, images, device=device), seed, cache)
+
+
+def _anatomy_of_smaller(model: nn.Module, dense: nn.Module, anatomy: Anatomy, inputs: Any) -> Anatomy:
+    """That of the dense model, whose blocks must put out what the smaller one's do; of units it has none to lose."""
+    sizes = [evaluate.output_sizes(net, anatomy, inputs) for net in (model, dense)]
+    different = [name for name in anatomy.blocks if sizes[0][name] != sizes[1][name]]
+    if different:
+        name = different[0]
+        raise UserError(
+            f"in the smaller model {listed(different)} puts out {sizes[0][name]} channels, in the dense one"
+            f" {sizes[1][name]}: they cannot be compared",
+            "align the blocks whose outputs have kept their width: --blocks REGEX",
+        )
+    return replace(anatomy, units=())
 
 
 def healing_(job: Job, method: Method | Sequence[Method], evaluation: Images, run: Run | None = None) -> Long[Result]:
@@ -175,6 +191,11 @@ def _chain(job: Job, method: Method | Sequence[Method]) -> dict[str, Method]:
         name = name_of(one)
         if name in chain:
             raise UserError(f"the chain has the method `{name}` twice", "each can run once")
+        if chain and one.masked():
+            raise UserError(
+                f"`{name}` starts from the dense weights, so what {listed(list(chain))} did would be lost",
+                "put it first",
+            )
         chain[name] = check_method(one, job)
     return chain
 

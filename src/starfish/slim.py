@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from starfish.anatomy.attention import narrowable
+from starfish.anatomy.attention import narrow_attention, narrowable
+from starfish.anatomy.layers import layers_of
 from starfish.anatomy.narrow import attentions_, narrow_
 from starfish.core import Anatomy, Masks, Unit
 from starfish.errors import UserError, listed
@@ -65,8 +66,11 @@ def cut_of(masks: Masks, anatomy: Anatomy, model: nn.Module) -> Cut:
 
 
 def _families(masks: Masks, anatomy: Anatomy, model: nn.Module) -> Iterator[tuple[Unit, Tensor]]:
+    others = _other_names(model)
     for unit in anatomy.units:
         dead = gone(unit, masks, anatomy)
+        if any(part.parameter in others for part in unit.parts):
+            continue  # where else they are used they may be needed whole
         if unit.kind == "qk":
             by_head = dead.view(unit.groups, -1).sum(1)
             if len(set(by_head.tolist())) > 1 or not narrowable(model.get_submodule(unit.holder)):
@@ -78,6 +82,15 @@ def _families(masks: Masks, anatomy: Anatomy, model: nn.Module) -> Iterator[tupl
         yield unit, dead
 
 
+def _other_names(model: nn.Module) -> dict[str, list[str]]:
+    """Of tensors that go by several names: each name → the others."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    return {name: [other for other in same if other != name] for same in names.values() for name in same if same[1:]}
+
+
 def slim(model: nn.Module, masks: Masks, anatomy: Anatomy) -> nn.Module:
     """A new, smaller model that computes what the masked one computes; refused by name where it cannot be formed."""
     summary = summarise(masks, anatomy)
@@ -86,10 +99,15 @@ def slim(model: nn.Module, masks: Masks, anatomy: Anatomy) -> nn.Module:
             f"this mask cannot be cut out: {'; '.join(summary.inconsistencies[:3])}",
             "masks whose units are whole can: `starfish prune --pattern structured` makes such",
         )
-    fixed = [unit.holder for unit in anatomy.units
-             if unit.kind == "qk" and gone(unit, masks, anatomy).any() and not narrowable(model.get_submodule(unit.holder))]  # fmt: skip
-    if fixed:
-        attentions_(deepcopy(model), fixed[:1])  # says which class it is
+    others = _other_names(model)
+    for unit in (unit for unit in anatomy.units if bool(gone(unit, masks, anatomy).any())):
+        if unit.kind == "qk":
+            narrow_attention(unit.holder, model.get_submodule(unit.holder))  # refused by name where there is none
+        for part in unit.parts:
+            if part.parameter in others:
+                raise UserError(
+                    f"`{part.parameter}` is shared with {listed(others[part.parameter])}, so it cannot be made smaller"
+                )
     cut = cut_of(masks, anatomy, model)
     if not cut:
         raise UserError(
@@ -168,8 +186,37 @@ def rebuild_(model: nn.Module, found: Widths, attentions: list[str]) -> None:
     unknown = [name for name in found if name not in tensors or len(found[name]) != tensors[name].ndim]
     if unknown:
         raise UserError(f"the small model has {listed(unknown)}, which this architecture does not have in that form")
-    narrow_(model, {name: [(dim, torch.arange(size)) for dim, size in enumerate(shape) if size != tensors[name].shape[dim]]
-                    for name, shape in found.items()})  # fmt: skip
+    narrow_(model, {name: _first(shape, tensors[name].shape) for name, shape in found.items()})
+
+
+def _first(shape: list[int], whole: torch.Size) -> list[tuple[int, Tensor]]:
+    """(dimension, as many indices as are left) wherever it is smaller: which they were does not matter any more."""
+    return [(dim, torch.arange(size)) for dim, size in enumerate(shape) if size != whole[dim]]
+
+
+def is_smaller(model: nn.Module, dense: nn.Module) -> bool:
+    """Is any of its tensors smaller than the dense model's?"""
+    return bool(widths(dense.state_dict(), model.state_dict()))
+
+
+def remaining(model: nn.Module, dense: nn.Module) -> Masks:
+    """Masks for a model that another tool has cut: they keep all of every weight that became smaller."""
+    found = widths(dense.state_dict(), model.state_dict())
+    weights = {layer.parameter: layer.weight for layer in layers_of(model)}
+    return {name: torch.ones(weight.shape, dtype=torch.bool) for name, weight in weights.items() if name in found}
+
+
+def shrink_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a dense model the sizes that another tool has cut these weights to; they are to be loaded next.
+
+    Attentions whose queries became narrower keep their number of heads and the scale of their softmax.
+    """
+    found = widths(model.state_dict(), weights)
+    held = {name.rpartition(".")[0] for name in found}
+    makers = ("", ".qkv", ".q_proj", ".k_proj")  # of queries and keys; nn.MultiheadAttention itself holds the weight
+    narrow = [path for path, module in model.named_modules()
+              if narrowable(module) and any(f"{path}{maker}" in held for maker in makers)]  # fmt: skip
+    rebuild_(model, found, narrow)
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ class Moments(Statistic):
 class QueryKeys(Statistic):
     """Σ qqᵀ and Σ kkᵀ of some heads, over all images and, for pairs that meet, the equations of 10.3 over vec(M).
 
-    Pairs that meet are those of one image; with `center` keys are less their mean over the image, which softmax ignores.
+    Pairs that meet are those of one image; with `center` keys are less their mean over the image: softmax ignores it.
     """
 
     first: int = 0  # head
@@ -120,7 +120,7 @@ class QueryKeys(Statistic):
                 self._add_equations_(head, torch.tensor(kept, dtype=torch.long), G_Q[:, head], G_K[:, head])
 
     def _add_equations_(self, head: int, S: Tensor, G_Q: Tensor, G_K: Tensor) -> None:
-        """Sums over images of G_K ⊗ G_Q, as rows (j, j′) × columns (i, i′), of right-hand sides and of squared logits."""
+        """Sums over images: G_K ⊗ G_Q as rows (j, j′) × columns (i, i′), right-hand sides and squared logits."""
         P = pruned_of(S, self.width)
         SS_Q, SS_K = (G[:, S][:, :, S].flatten(1) for G in (G_Q, G_K))
         self.plus_(f"normal/{head}", SS_K.T @ SS_Q)
@@ -142,23 +142,24 @@ def exact(x: Tensor) -> Tensor:
 
 
 def gathering(
-    model: nn.Module, anatomy: Anatomy, images: Images, statistics: Sequence[Statistic], cache: Cache | None, stage: str,
-    *, batch: int = BATCH,
+    model: nn.Module, anatomy: Anatomy, images: Images, statistics: Sequence[Statistic], cache: Cache | None,
+    stage: str, *, batch: int = BATCH,
 ) -> Iterator[Row]:  # fmt: skip
     """Fill these statistics: from the cache those that it has, the others in one pass over the images."""
-    keys = [cache.key(model, images, repr(one)) for one in statistics] if cache else []
-    for one, key in zip(statistics, keys, strict=False):
-        one.sums = (cache.read(key) if cache else None) or {}
-    missing = [one for one in statistics if not one.sums]
+    keys = cache.keys(model, images, [repr(one) for one in statistics]) if cache else [""] * len(statistics)
+    if cache:
+        for one, key in zip(statistics, keys, strict=True):
+            one.sums = cache.read(key) or {}
+    missing = [(one, key) for one, key in zip(statistics, keys, strict=True) if not one.sums]
     if not missing:
         return
-    units = list(dict.fromkeys(one.unit for one in missing))
+    units = list(dict.fromkeys(one.unit for one, _ in missing))
     for row, batch_heard in heard(listening(model, units), anatomy, images, units, stage, batch=batch):
-        for one in missing:
+        for one, _ in missing:
             one.add_(batch_heard)
         yield row
-    for one, key in zip(statistics, keys, strict=False):
-        if cache and one in missing:
+    if cache:
+        for one, key in missing:
             cache.write(key, one.sums)
 
 
@@ -190,7 +191,7 @@ class Heard:
     def patches(self, unit: Unit, part: Part) -> Tensor:
         """x_BNC as rows, but all that one position of a convolution's output depends on: C runs over units and taps."""
         layer = self.ears.get_submodule(path_of(part))
-        if taps_of(layer) == 1 and not (isinstance(layer, (nn.Conv1d, nn.Conv2d)) and max(layer.stride) > 1):
+        if not isinstance(layer, (nn.Conv1d, nn.Conv2d)):
             return self.rows(unit, part)
         x = self._input(part).narrow(1, part.start, unit.count)
         return exact(_unfolded(x, layer)).transpose(1, 2)
@@ -233,13 +234,12 @@ def taps_of(layer: nn.Module) -> int:
     return layer.weight[0, 0].numel() if isinstance(layer, (nn.Conv1d, nn.Conv2d)) else 1
 
 
-def _unfolded(x: Tensor, layer: nn.Module) -> Tensor:
-    """x_BCN of the patches. Where a layer pads by a rule of its own, those that need no padding."""
-    assert isinstance(layer, (nn.Conv1d, nn.Conv2d))
-    padding = (0,) * len(layer.kernel_size) if isinstance(layer.padding, str) else layer.padding
+def _unfolded(x: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
+    """x_BCN of the patches. Where a class of its own pads by rules of its own, those that need no padding."""
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    x = F.pad(x, layer._reversed_padding_repeated_twice, mode)
     sizes = [(1,) * (2 - len(each)) + tuple(each) for each in (layer.kernel_size, layer.dilation, layer.stride)]
-    return F.unfold(x.unflatten(2, (1, -1)) if x.ndim == 3 else x, sizes[0], sizes[1],
-                    (0,) * (2 - len(padding)) + tuple(padding), sizes[2])  # fmt: skip
+    return F.unfold(x[:, :, None] if x.ndim == 3 else x, sizes[0], sizes[1], 0, sizes[2])
 
 
 def path_of(part: Part) -> str:
@@ -258,10 +258,11 @@ def heard(
 ) -> Iterator[tuple[Row, Heard]]:
     """One pass over the images, batch by batch."""
     device = next(ears.parameters()).device
-    with ears_at(ears, units) as taps, torch.no_grad():
+    with ears_at(ears, units) as taps:
         for start in range(0, len(images), batch):
             indices = list(range(start, min(start + batch, len(images))))
-            call(ears, to_device(images.batch(indices), device))
+            with torch.no_grad():  # not around the yield: whoever reads the rows may need gradients
+                call(ears, to_device(images.batch(indices), device))
             yield (
                 {"stage": stage, "done": indices[-1] + 1, "total": len(images)},
                 Heard(ears, taps, anatomy.layouts, len(indices)),

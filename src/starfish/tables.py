@@ -24,6 +24,24 @@ def _three(values: dict[str, float], digits: int) -> tuple[str, str, str]:
     return dense, pruned, healed
 
 
+def stage_rows(stages: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """What each of several methods in a row gave back; the first row has the names. Empty for a single method."""
+    if len(stages) < 2:
+        return []
+    key, name = ("accuracy", "top-1, %")
+    if stages[0]["accuracy"] is None:
+        key, name = ("agreement", "same answer as dense, %")
+    return [("after", name, "seconds"),
+            *((stage["method"], f"{stage[key]:.2f}", f"{stage['seconds']:.0f}") for stage in stages)]  # fmt: skip
+
+
+def proof(result: dict[str, Any]) -> str:
+    """What a heal has shown of the tensors it was not to touch."""
+    free = len(result["also_changed"])
+    but = f", but for {free} tensors that the method may change (`also_changed` in result.json)" if free else ""
+    return f"every pruned weight is zero, and nothing outside the masks has changed by a bit{but}"
+
+
 MODELS = ("dense", "masked", "small")  # of the figures in `speed`
 
 
@@ -31,7 +49,8 @@ def speed_rows(speed: dict[str, Any]) -> list[tuple[str, ...]]:
     """What the dense, the masked and the small model cost, those that were measured; the first row has their names."""
     names = [name for name in MODELS if name in speed]
     costs = [dict(cost_rows(speed[name])) for name in names]
-    return [("", *names), *((what, *(cost.get(what, "") for cost in costs)) for what in costs[0])]
+    longest = max(costs, key=len)  # of a dense model that was built anew it is not known how much of it is zero
+    return [("", *names), *((what, *(cost.get(what, "") for cost in costs)) for what in longest)]
 
 
 def cost_rows(cost: dict[str, Any]) -> list[tuple[str, str]]:

@@ -44,6 +44,12 @@ class DenseTargets:
             yield from self._fill()
         self._ready = True
 
+    def of(self, images: Images) -> DenseTargets:
+        """The same for other images."""
+        if images is self.images:
+            return self
+        return DenseTargets(self.dense, self.anatomy, images, self.where, self.device, self.kept)
+
     def narrowed(self, kept: dict[str, Tensor]) -> DenseTargets:
         """The same for a model that has lost channels of some modules' outputs: module → which it still has."""
         return DenseTargets(self.dense, self.anatomy, self.images, self.where, self.device, kept) if kept else self

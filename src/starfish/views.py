@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starfish.console import emit, say, table
 from starfish.errors import listed
-from starfish.tables import score_rows, speed_rows
+from starfish.tables import proof, score_rows, speed_rows, stage_rows
 
 if TYPE_CHECKING:
     from starfish.core import Anatomy
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 def show_scores(result: dict[str, Any]) -> None:
     table(("", "dense", "pruned", "healed"), score_rows(result))
+    stages = stage_rows(result.get("stages", []))  # runs of old have none, and no speed
+    if stages:
+        table(stages[0], stages[1:], "\nmethod by method")
     images, error = result["evaluation"]["images"], result["accuracy_standard_error"]["healed"]
     tail = "" if error is None else f"; one standard error is about {error:.1f} points"
-    say(f"on {images} images{tail}. Zeros kept, everything else bit-identical. {result['seconds']['total']:.0f} s")
-    if "speed" in result:  # runs of old have none
+    say(f"on {images} images{tail}; {result['seconds']['total']:.0f} s. {proof(result).capitalize()}")
+    if "speed" in result:
         show_speed(result["speed"])
 
 

@@ -7,6 +7,9 @@ modules of their own, `queries` and `keys`, to be listened to there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,11 +19,12 @@ from starfish.errors import UserError
 TIMM = {"timm.layers.attention", "timm.models.vision_transformer"}  # others of this name add, mask or pool on their own
 TRANSFORMERS = {"ViTAttention", "DeiTAttention", "ViTMAEAttention", "ViTMSNAttention", "YolosAttention"}
 SMALL = 2**20  # logits of one call; up to here the plain product is quicker than the fused kernel on padded queries
+MODERATE = 2**25  # the same with gradients: forward and backward take half the time, for four bytes a logit
 
 
 def narrowable(holder: nn.Module) -> bool:
-    """Is there a class here that stands in for this attention?"""
-    return _maker(holder) is not None
+    """Is there a class here that stands in for this attention, or is it one already?"""
+    return is_narrow(holder) or _maker(holder) is not None
 
 
 def is_narrow(module: nn.Module) -> bool:
@@ -30,22 +34,21 @@ def is_narrow(module: nn.Module) -> bool:
 
 def narrow_attention(path: str, holder: nn.Module) -> nn.Module:
     """The same attention, of the same parameters, in a class that reads the width of its queries off their weight."""
+    if is_narrow(holder):
+        return holder
     make = _maker(holder)
     if make is None:
         raise UserError(
             f"`{path}` is a `{type(holder).__name__}`, whose queries and keys starfish cannot make narrower",
             "those of timm, nn.MultiheadAttention and the ViTs of transformers can; prune the MLP alone: --scope mlp",
         )
-    narrow: nn.Module = make(holder)
-    return narrow.train(holder.training)
+    return make(holder).train(holder.training)
 
 
-def _maker(holder: nn.Module) -> type[_Fused] | type[_Multihead] | type[_Separate] | None:
+def _maker(holder: Any) -> Callable[[Any], nn.Module] | None:
     kind = type(holder)
-    if is_narrow(holder):
-        return kind  # type: ignore[return-value]  # one of the three
     if kind.__name__ == "Attention" and kind.__module__ in TIMM and _has(holder, "qkv", "proj"):
-        return _Fused
+        return None if _norms_queries(holder) else _Fused
     if kind is nn.MultiheadAttention and holder.in_proj_weight is not None and holder.bias_k is None:
         return _Multihead
     if kind.__name__ in TRANSFORMERS and _has(holder, "q_proj", "k_proj", "v_proj", "o_proj"):
@@ -57,29 +60,38 @@ def _has(holder: nn.Module, *children: str) -> bool:
     return all(isinstance(dict(holder.named_children()).get(name), nn.Linear) for name in children)
 
 
+def _norms_queries(holder: nn.Module) -> bool:
+    """Its mean and variance are over all dimensions of a query: without some, the others would change."""
+    own = dict(holder.named_children())
+    return any(not isinstance(own.get(name, nn.Identity()), nn.Identity) for name in ("q_norm", "k_norm"))
+
+
 class _Fused(nn.Module):
     """timm's `Attention`: one layer for queries, keys and values."""
 
-    def __init__(self, holder: nn.Module) -> None:
+    def __init__(self, holder: Any) -> None:
         super().__init__()
-        self.num_heads, self.scale = int(holder.num_heads), float(holder.scale)  # type: ignore[arg-type]
-        own = dict(holder.named_children())
-        self.qkv, self.proj = own["qkv"], own["proj"]
+        self.num_heads, self.scale = int(holder.num_heads), float(holder.scale)
+        own: dict[str, Any] = dict(holder.named_children())
+        self.qkv: nn.Linear = own["qkv"]
+        self.proj: nn.Linear = own["proj"]
         self.norm, self.gate = own.get("norm", nn.Identity()), own.get("gate")
-        self.attn_drop, self.proj_drop = own["attn_drop"], own["proj_drop"]
+        self.attn_drop: nn.Dropout = own["attn_drop"]
+        self.proj_drop: nn.Dropout = own["proj_drop"]
         self.queries, self.keys = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         values = self.proj.in_features
         width = (self.qkv.out_features - values) // 2
-        q, k, v = self.qkv(x).split((width, width, values), -1)
+        q, k, v = torch.split(self.qkv(x), [width, width, values], -1)
         dropout = self.attn_drop.p if self.training else 0.0
         mask = _mask(attn_mask, is_causal, q)
         out = attend(self.queries(q), self.keys(k), v, self.num_heads, self.scale, mask, dropout)
         out = self.norm(out)
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
+        answer: Tensor = self.proj_drop(self.proj(out))
+        return answer
 
 
 class _Multihead(nn.Module):
@@ -104,7 +116,7 @@ class _Multihead(nn.Module):
         x = query if self.batch_first else query.transpose(0, 1)
         values = self.out_proj.in_features
         width = (len(self.in_proj_weight) - values) // 2
-        q, k, v = F.linear(x, self.in_proj_weight, self.in_proj_bias).split((width, width, values), -1)
+        q, k, v = torch.split(F.linear(x, self.in_proj_weight, self.in_proj_bias), [width, width, values], -1)
         mask = None if attn_mask is None else _additive(attn_mask, x)
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, x)[:, None, None, :]
@@ -118,11 +130,10 @@ class _Multihead(nn.Module):
 class _Separate(nn.Module):
     """The attention of transformers' ViTs: a layer each for queries, keys and values."""
 
-    def __init__(self, holder: nn.Module) -> None:
+    def __init__(self, holder: Any) -> None:
         super().__init__()
-        self.num_attention_heads = int(holder.num_attention_heads)  # type: ignore[arg-type]
-        self.scaling = float(holder.scaling)  # type: ignore[arg-type]
-        self.attention_dropout = float(holder.attention_dropout)  # type: ignore[arg-type]
+        self.num_attention_heads = int(holder.num_attention_heads)
+        self.scaling, self.attention_dropout = float(holder.scaling), float(holder.attention_dropout)
         own = dict(holder.named_children())
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (own[f"{name}_proj"] for name in "qkvo")
         self.queries, self.keys = nn.Identity(), nn.Identity()
@@ -145,10 +156,11 @@ def attend(
 
     The fused kernel wants queries as wide as values, so they are padded with zeros, which add nothing to a product.
     """
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q_BNc, k_BNc, v_BNc))
+    q, k, v = (torch.unflatten(x, -1, (heads, -1)).transpose(1, 2) for x in (q_BNc, k_BNc, v_BNc))
     traced = torch.compiler.is_compiling()  # into a graph for any number of images: no branching on it, nor need to pad
     logits = q.shape[0] * heads * q.shape[2] * k.shape[2]
-    if not traced and q.device.type == "cpu" and logits <= SMALL and dropout == 0 and not torch.is_grad_enabled():
+    most = MODERATE if torch.is_grad_enabled() else SMALL
+    if not traced and q.device.type == "cpu" and logits <= most and dropout == 0:
         product_BHNN = (q * scale) @ k.transpose(-2, -1)
         out = (product_BHNN if mask is None else product_BHNN + mask).softmax(-1) @ v
     else:

@@ -61,6 +61,7 @@ def heal(
     from starfish.heal import check_method, healing_, job_of, settings_of
     from starfish.masks import digest as digest_of_masks
     from starfish.methods import METHODS, RECIPES, default_methods
+    from starfish.models import small_config
     from starfish.runs import Run
     from starfish.settings import names_of
 
@@ -97,7 +98,9 @@ def heal(
         },
         "command": _command_line(),
     }
-    run = Run.open(output, {**loaded.config, "starfish": facts}, resume=resume)
+    small = small_config(loaded.model, student)
+    shape = {"small": small} if small["widths"] else {}
+    run = Run.open(output, {**loaded.config, **shape, "starfish": facts}, resume=resume)
     result = run.result
     if result is None:
         _tell(job, names, given=method is not None, labels=held_out.labels is not None)

@@ -76,6 +76,7 @@ def start_(student: nn.Module, dense: nn.Module, masks: Path | None, pruned: Pat
     """The masks; `student` gets the weights to start from."""
     from starfish.containers import read
     from starfish.masks import sparsity
+    from starfish.slim import shrink_
 
     if (masks is None) == (pruned is None):
         raise UserError("give either --masks or --pruned", "--masks FILE with masks, --pruned FILE with pruned weights")
@@ -88,6 +89,8 @@ def start_(student: nn.Module, dense: nn.Module, masks: Path | None, pruned: Pat
     if pruned is not None:
         if found.weights is None:
             raise UserError(f"`{pruned}` holds masks and no weights", "give it with --masks")
+        if found.container == "smaller model":
+            shrink_(student, found.weights)
         student.load_state_dict(found.weights)
     return found.masks
 

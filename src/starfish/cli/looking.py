@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from starfish.cli.inputs import find_anatomy, load_model, load_pictures
 from starfish.cli.options import Blocks, Checkpoint, Device, Json, Pickle, Seed, Set
 from starfish.console import emit, say, table, watch
+from starfish.errors import listed
 from starfish.views import show_anatomy, show_summary
+
+if TYPE_CHECKING:
+    from starfish.data import StoredImages
+    from starfish.models import Loaded
 
 
 def evaluate(
@@ -32,7 +37,7 @@ def evaluate(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Measure a model: top-1 and top-5 with labels, size, operations and time; beside another, how closely it follows."""
+    """Measure a model: top-1 and top-5 with labels, size, operations, time; beside another, how closely it follows."""
     from starfish import evaluate as measures
     from starfish import speed
     from starfish.tables import evaluation_rows
@@ -54,16 +59,35 @@ def evaluate(
     }
     if dense is not None:
         other, _ = load_model(dense, dense_checkpoint, allow_pickle, device, {}, None)
-        anatomy = find_anatomy(other, pictures, blocks)
-        dense_answers = watch(measures.predict(other.model, pictures, "dense"))
-        facts["dense"] = {"model": dense, "accuracy": measures.accuracy(dense_answers, pictures.labels)}
-        found = watch(measures.measure(loaded.model, other.model, dense_answers, pictures, anatomy, "evaluate"))
-        facts["fidelity"] = {"agreement": found.agreement, "kl": found.kl, "cosine": measures.mean(found.cosines),
-                             "blocks": dict(zip(anatomy.blocks, found.cosines, strict=True))}  # fmt: skip
+        facts |= _beside(dense, loaded, other, pictures, blocks)
     if json:
         emit(facts)
     else:
         table(("", model), evaluation_rows(facts))
+
+
+def _beside(dense: str, loaded: Loaded, other: Loaded, pictures: StoredImages, blocks: str | None) -> dict[str, Any]:
+    """How closely a model follows the dense one; blocks that have become narrower have no cosine to what they were."""
+    from starfish import evaluate as measures
+
+    anatomy = find_anatomy(other, pictures, blocks)
+    two = pictures.batch([0, len(pictures) - 1])
+    wide, own = (measures.output_sizes(one.model, anatomy, two) for one in (other, loaded))
+    narrower = [name for name in anatomy.blocks if own[name] != wide[name]]
+    if narrower:
+        say(f"note: no cosine for {listed(narrower)}, which puts out fewer channels than in {dense}")
+        anatomy = replace(anatomy, blocks=tuple(name for name in anatomy.blocks if name not in narrower))
+    dense_BK = watch(measures.predict(other.model, pictures, "dense"))
+    found = watch(measures.measure(loaded.model, other.model, dense_BK, pictures, anatomy, "evaluate"))
+    return {
+        "dense": {"model": dense, "accuracy": measures.accuracy(dense_BK, pictures.labels)},
+        "fidelity": {
+            "agreement": found.agreement,
+            "kl": found.kl,
+            "cosine": measures.mean(found.cosines) if found.cosines else None,
+            "blocks": dict(zip(anatomy.blocks, found.cosines, strict=True)),
+        },
+    }
 
 
 def inspect(

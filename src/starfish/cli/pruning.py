@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from starfish.cli.inputs import choose, find_anatomy, load_model, load_pictures
 from starfish.cli.options import Blocks, Checkpoint, Device, Json, Model, Pickle, Seed, Set
 from starfish.console import emit, say, watch
-from starfish.errors import UserError
+from starfish.errors import UserError, listed
 from starfish.views import show_summary
+
+if TYPE_CHECKING:
+    from starfish.core import Pruner
 
 
 def prune(
@@ -48,10 +51,12 @@ def prune(
     from starfish.pruners import PRUNERS, check_pruner
 
     _suffix(output, ".safetensors")
+    if limit is not None and images is None:
+        raise UserError(f"--limit is {limit} and there are no --images", "give --images, or leave out --limit")
     pruner = pruner or ("structured" if pattern == "structured" else "magnitude")
-    named = {"sparsity": sparsity, "pattern": None if pattern == pruner else pattern, "scope": scope}
-    given = [f"{pruner}.{name}={value}" for name, value in named.items() if value is not None]
     chosen = choose(PRUNERS, "pruner", pruner)
+    named = {"sparsity": sparsity, "pattern": _pattern_of(pruner, pattern, PRUNERS), "scope": scope}
+    given = [f"{pruner}.{name}={value}" for name, value in named.items() if value is not None]
     loaded, stages = load_model(model, checkpoint, allow_pickle, device, {pruner: chosen}, [*given, *(sets or [])])
     chosen = stages[pruner]
     if "images" in chosen.needs() and images is None:
@@ -75,6 +80,20 @@ def prune(
     else:
         show_summary(summary)
         say(f"wrote {output}")
+
+
+def _pattern_of(pruner: str, pattern: str | None, known: dict[str, Pruner]) -> str | None:
+    """The pattern as a setting of the pruner; those without such a setting make the structured one, and only they."""
+    from starfish.settings import names_of
+
+    fixed = {name for name in known if "pattern" not in names_of(known[name])}
+    if pattern is not None and (pattern == "structured") != (pruner in fixed):
+        others = fixed if pattern == "structured" else known.keys() - fixed
+        raise UserError(
+            f"the pruner `{pruner}` does not make the pattern `{pattern}`",
+            f"leave out --pruner or --pattern; this pattern is made by {listed(sorted(others))}",
+        )
+    return None if pruner in fixed else pattern
 
 
 def _suffix(path: Path, suffix: str) -> None:

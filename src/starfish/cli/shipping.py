@@ -28,9 +28,8 @@ def slim(
         emit(result)
         return
     show_speed(result["speed"])
-    say(
-        f'same answers up to {result["slim"]["disagreement"]:.0e} of the largest; starfish.load("{output}") gives the model'
-    )
+    far = result["slim"]["disagreement"]
+    say(f'same answers up to {far:.0e} of the largest logit; starfish.load("{output}") gives the model')
 
 
 def export(

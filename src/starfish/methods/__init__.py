@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from starfish.core import Job, Method
 from starfish.methods.align import OBJECTIVES, Starfish
 from starfish.methods.batchnorm import BatchNorm
@@ -46,8 +48,14 @@ RECIPES = {
 
 
 def default_methods(job: Job) -> list[str]:
-    """What heals these masks best by our measurements: the closed form first where whole units are gone."""
-    return ["corp", "starfish"] if foldable(job) else ["starfish"]
+    """What heals these masks best by our measurements: the closed form first where whole units are gone.
+
+    It starts from the dense weights, so what another tool has already made of the survivors comes before it.
+    """
+    state, dense = job.model.state_dict(), job.dense.state_dict()
+    untouched = all(torch.equal(state[name], dense[name].masked_fill(~mask, 0)) for name, mask in job.masks.items()
+                    if mask.shape == dense[name].shape)  # fmt: skip
+    return ["corp", "starfish"] if untouched and foldable(job) else ["starfish"]
 
 
 def summary(method: Method) -> str:

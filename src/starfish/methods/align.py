@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from starfish import augment as augmentation
 from starfish import masks
 from starfish.activations import Recorder, logits, positions
-from starfish.core import Job, Method, Row
+from starfish.core import Images, Job, Method, Row
 from starfish.devices import autocast, choose_precision, to_device
 from starfish.errors import UserError, listed
 from starfish.methods import objectives
@@ -56,7 +56,8 @@ class Starfish(Method):
     train_v: bool = True  # false: the V rows of a fused qkv weight stay as they are where the mask keeps them all
     temperature: float = 1.0  # of the KL divergence
     train: str = "weights"  # weights, and joined by + biases (of the masked layers), norms (of the blocks)
-    augment: str = "none"  # such as flip,crop:0.5+mixup: new views of the images, which the dense model answers anew
+    augment: str = "none"  # such as flip,crop:0.5+mixup: views of the images, for the dense model answers any input
+    views: int = 0  # of each image, the first as it is, their targets kept; 0: a new one each step, answered anew
     tail: bool = True  # also align the outputs of pruned layers after the last block, which nothing else would train
 
     def needs(self) -> frozenset[str]:
@@ -88,8 +89,9 @@ class Starfish(Method):
         _one_of("view", self.view, VIEWS)
         for part in self.train.split("+"):
             _one_of("train", part, TRAINABLE)
-        augmentation.check(self.augment)
-        for name, value, least in (("epochs", self.epochs, 1), ("batch_size", self.batch_size, 0), ("lr", self.lr, 0)):
+        augmentation.check(self.augment, alone=self.views > 0)
+        for name, value, least in (("epochs", self.epochs, 1), ("batch_size", self.batch_size, 0), ("lr", self.lr, 0),
+                                   ("views", self.views, 0)):  # fmt: skip
             if value < least:
                 raise UserError(f"`{name}` is {value}", f"it must be at least {least}")
 
@@ -98,8 +100,9 @@ class Starfish(Method):
         aligned, with_logits = bool(parts & objectives.BLOCK_LOSSES.keys()), "kl" in parts
         tail = [module for name, module in job.anatomy.tail.items() if self.tail and name in job.masks]
         names = (*job.anatomy.blocks, *tail) if aligned else ()
-        fixed = augmentation.is_none(self.augment)
-        yield from job.targets.prepare(modules=names, logits=with_logits, precision=self.precision, keep=fixed)
+        images = self._images(job)
+        targets, fresh = job.targets.of(images), self._is_fresh()
+        yield from targets.prepare(modules=names, logits=with_logits, precision=self.precision, keep=not fresh)
         device = next(job.model.parameters()).device
         weights = {name: job.model.get_parameter(name) for name in (*job.masks, *_beside(job, self.train))}
         trainable, norms = _trainable(job, self.train_v), self._norms(job)
@@ -117,8 +120,9 @@ class Starfish(Method):
         steps = self.epochs * steps_per_epoch
         for step in range(int(job.state.get("step", 0)), steps):
             epoch, batch = divmod(step, steps_per_epoch)
-            indices = self._order(job, epoch)[batch * self.batch_size : (batch + 1) * self.batch_size]
-            inputs = to_device(self._inputs(job, indices, step), device)
+            order = self._order(size, len(images) // size, job.seed, epoch)
+            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            inputs = to_device(self._inputs(images, indices, job.seed, step), device)
 
             for norm in batchnorms(job.model) if "train" in self.bn else ():
                 norm.train()
@@ -127,8 +131,8 @@ class Starfish(Method):
                 outputs = recorder.take()
             job.model.eval()
             student = {name: positions(outputs[name], job.anatomy.layouts[name], len(indices)) for name in names}
-            dense, dense_BK = job.targets.read(indices, inputs)
-            labels_B = job.images.labels[indices].to(device) if job.images.labels is not None else None
+            dense, dense_BK = targets.read(indices, inputs)
+            labels_B = images.labels[indices].to(device) if images.labels is not None else None
             seen = [{name: norms[name](x.float()) if name in norms else x for name, x in side.items()}
                     for side in (student, dense)]  # fmt: skip
             loss, reported = self._loss(seen[0], seen[1], answer_BK, dense_BK, labels_B)
@@ -147,10 +151,20 @@ class Starfish(Method):
         if "adapt" in self.bn:
             yield from reestimate_(job.model, job.images)
 
-    def _inputs(self, job: Job, indices: list[int], step: int) -> Any:
+    def _is_fresh(self) -> bool:
+        """Does every step show images as they never were before?"""
+        return not self.views and not augmentation.is_none(self.augment)
+
+    def _images(self, job: Job) -> Images:
+        several = self.views > 1 and not augmentation.is_none(self.augment)
+        return augmentation.Views(job.images, self.augment, self.views, job.seed) if several else job.images
+
+    def _inputs(self, images: Images, indices: list[int], seed: int, step: int) -> Any:
         """The images, or a new view of them that is a function of seed and step alone."""
-        generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
-        return augmentation.augmented(job.images.batch(indices), self.augment, generator)
+        found = images.batch(indices)
+        if not self._is_fresh():
+            return found
+        return augmentation.augmented(found, self.augment, torch.Generator().manual_seed(seed * 1_000_003 + step))
 
     def _norms(self, job: Job) -> dict[str, nn.Module]:
         """Block → the dense model's norm that its output is seen through. Outputs that were cut narrower fit none."""
@@ -167,13 +181,13 @@ class Starfish(Method):
         done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
         return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
 
-    def _order(self, job: Job, epoch: int) -> list[int]:
-        """A function of seed and epoch alone, so that a resumed run needs no random state."""
-        if not self.shuffle:
-            return list(range(len(job.images)))
-        generator = torch.Generator().manual_seed(job.seed * 1_000_003 + epoch)
-        order: list[int] = torch.randperm(len(job.images), generator=generator).tolist()
-        return order
+    def _order(self, size: int, views: int, seed: int, epoch: int) -> list[int]:
+        """A function of seed and epoch alone, so that a resumed run needs no random state. An epoch sees each of `size`
+        images once, in one of its views, and the next epoch in the next of them."""
+        order = list(range(size))
+        if self.shuffle:
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+        return [image + size * ((image + epoch) % views) for image in order]
 
     def _loss(
         self,

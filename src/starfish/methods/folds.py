@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from starfish.core import Part, Row, Unit
-from starfish.statistics import Moments, QueryKeys, Statistic, exact, path_of, pruned_of, taps_of
+from starfish.statistics import Moments, QueryKeys, Statistic, exact, pruned_of
 
 FLOOR = 1e-3  # least ridge of the shrinkage formula, as released
-SCALED = 1e-4  # ridge as a share of the mean diagonal
+SCALED = 1e-6  # ridge as a share of the mean diagonal
 SINGULAR_FLOOR = 1e-6  # of the symmetrised query-key map, as released
 TINY = 1e-300
 
@@ -34,8 +34,8 @@ class Fold(ABC):
     def solve(self) -> Row:
         """Find the new weights from the statistic, which must have been filled; how well they do, in one row.
 
-        `plain` is the error of what the dense layer puts out when the units are only zeroed, `folded` what is left of it;
-        both are shares of the whole squared output.
+        `plain` is the error of what the dense layer puts out when the units are only zeroed, `folded` what is left of
+        it; both are shares of the whole squared output.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class ColumnFold(Fold):
         mean_C, second_CC = self.statistic.mean_C(place), self.statistic.second_CC(place)
         C_CC = self.statistic.covariance_CC(place) if taken else second_CC
         W_OC = self._columns(part).to(C_CC.device).flatten(1)
-        dead_C = self._dead(part).repeat_interleave(W_OC.shape[1] // self.unit.count).to(C_CC.device)
+        dead_C = self.dead.cpu().repeat_interleave(W_OC.shape[1] // self.unit.count).to(C_CC.device)
         S, P = (~dead_C).nonzero()[:, 0], dead_C.nonzero()[:, 0]
         B_SP = torch.zeros(len(S), len(P), dtype=C_CC.dtype, device=C_CC.device)
         if self.fold == "affine":
@@ -107,10 +107,9 @@ class ColumnFold(Fold):
         state = model.state_dict()
         for part in self.unit.readers:
             columns_OS, constant_O = self._found[part.parameter]
-            dead = self._dead(part)
             columns = state[part.parameter].narrow(1, part.start, self.unit.count)
             new = torch.zeros(columns.shape, dtype=columns_OS.dtype, device=columns_OS.device)
-            alive = (~dead).nonzero()[:, 0].to(new.device)
+            alive = (~self.dead).nonzero()[:, 0].to(new.device)
             new[:, alive] = columns_OS.view(len(new), len(alive), *new.shape[2:])
             columns.copy_(new)
             if part.parameter in self.shifts:
@@ -123,9 +122,6 @@ class ColumnFold(Fold):
 
     def _columns(self, part: Part) -> Tensor:
         return self._dense_weight(part).narrow(1, part.start, self.unit.count)
-
-    def _dead(self, part: Part) -> Tensor:
-        return self.dead.cpu()
 
 
 @dataclass
@@ -150,8 +146,8 @@ class QueryKeyFold(Fold):
                 "pooled": float(errors[2] / pooled_whole), "bound": float(errors[3] / pooled_whole)}  # fmt: skip
 
     def _solve(self, head: int) -> Tensor:
-        """Of one head: squared error of the logits that are fitted, plain and folded; of all pairs of tokens pooled, with
-        the fold and with the best map of this rank; and the squared logits of both."""
+        """Of one head: squared error of the logits that are fitted, plain and folded; of all pairs of tokens pooled,
+        with the fold and with the best map of this rank; and the squared logits of both."""
         sums, S = self.statistic.sums, torch.tensor(self.statistic.kept[head], dtype=torch.long)
         P = pruned_of(S, self.statistic.width)
         G_Q, G_K = sums["queries"][head], sums["keys"][head]
@@ -159,9 +155,9 @@ class QueryKeyFold(Fold):
         fitted: Pooled | PerImage = pooled
         if self.statistic.per_image:
             fitted = PerImage(sums[f"normal/{head}"], sums[f"right/{head}"], sums[f"plain/{head}"])
-        M = fitted.solve() if self.fitted else torch.zeros_like(G_Q[S][:, S])
-        if self.symmetrize:
-            M = symmetrized(M)
+        M = torch.zeros_like(G_Q[S][:, S])
+        if self.fitted:
+            M = symmetrized(fitted.solve()) if self.symmetrize else fitted.solve()
         self._found.append(self._split(M))
         whole = (G_Q * G_K).sum()
         seen = sums[f"whole/{head}"] if self.statistic.per_image else whole
@@ -169,8 +165,11 @@ class QueryKeyFold(Fold):
 
     def _split(self, M: Tensor) -> tuple[Tensor, Tensor]:
         """U Vᵀ = I + M, with the singular values shared out evenly."""
-        R, values, Vh = torch.linalg.svd(torch.eye(len(M), dtype=M.dtype, device=M.device) + M)
-        longer = (self.statistic.width / len(M)) ** 0.25 if self.reduced else 1.0
+        one = torch.eye(len(M), dtype=M.dtype, device=M.device)
+        longer = (self.statistic.width / len(M)) ** 0.25 if self.reduced and len(M) else 1.0
+        if not M.any():  # and not some other pair of rotations that cancel
+            return longer * one, longer * one
+        R, values, Vh = torch.linalg.svd(one + M)
         return longer * R * values.sqrt(), longer * Vh.T * values.sqrt()
 
     @torch.no_grad()
@@ -238,13 +237,14 @@ def symmetrized(M: Tensor) -> Tensor:
     """I + M replaced by its symmetric part, with no singular value below the floor: as released."""
     one = torch.eye(len(M), dtype=M.dtype, device=M.device)
     U, values, Vh = torch.linalg.svd(one + (M + M.T) / 2)
-    return U * values.clamp_min(SINGULAR_FLOOR) @ Vh - one
+    symmetric: Tensor = U * values.clamp_min(SINGULAR_FLOOR) @ Vh - one
+    return symmetric
 
 
 def rank_bound(G_Q: Tensor, G_K: Tensor, rank: int) -> Tensor:
     """The least error of the pooled logits that any queries and keys of this width can have."""
-    values: Tensor = torch.linalg.svdvals(root(G_Q) @ root(G_K))
-    return values[rank:].square().sum()
+    error: Tensor = torch.linalg.svdvals(root(G_Q) @ root(G_K))[rank:].square().sum()
+    return error
 
 
 def root(G: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def solved(A: Tensor, right: Tensor, ridge: float) -> Tensor:
     """(A + ridge) X = right for a symmetric A ⪰ 0: by Cholesky, or where that fails by least squares."""
     A = A + ridge * torch.eye(len(A), dtype=A.dtype, device=A.device)
     L, failed = torch.linalg.cholesky_ex(A)
-    X: Tensor = torch.linalg.lstsq(A, right).solution if bool(failed) else torch.cholesky_solve(right, L)
+    X: Tensor = torch.linalg.pinv(A, hermitian=True) @ right if bool(failed) else torch.cholesky_solve(right, L)
     return X
 
 

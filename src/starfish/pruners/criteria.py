@@ -5,8 +5,9 @@ B images, N rows (a token or a pixel of an image each), C units, H heads, D widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,18 +136,25 @@ def mismatch(
     device = next(ears.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     totals: Scores = {place: torch.zeros(unit.count, dtype=torch.float64) for place, unit in enumerate(families)}
-    with ears_at(ears, families) as taps, Recorder(ears, anatomy.blocks) as recorder, torch.enable_grad():
+    with ears_at(ears, families) as taps, Recorder(ears, anatomy.blocks) as recorder:
         for start in range(0, len(images), BATCH):
             indices = list(range(start, min(start + BATCH, len(images))))
-            inputs = to_device(images.batch(indices), device)
-            call(ears, inputs.requires_grad_() if isinstance(inputs, Tensor) else inputs)
-            outputs = recorder.take()
-            batch = Heard(ears, taps, anatomy.layouts, len(indices))
-            for draw in range(draws):
-                phi = _probe(outputs, anatomy, len(indices), generator)
-                _add_gates_(totals, families, batch, phi, keep=draw + 1 < draws)
+            with torch.enable_grad():  # not around the yield
+                call(ears, _tracked(to_device(images.batch(indices), device)))
+                outputs = recorder.take()
+                batch = Heard(ears, taps, anatomy.layouts, len(indices))
+                for draw in range(draws):
+                    phi = _probe(outputs, anatomy, len(indices), generator)
+                    _add_gates_(totals, families, batch, phi, keep=draw + 1 < draws)
             yield {"stage": "mismatch", "done": indices[-1] + 1, "total": len(images)}
     return {place: total / (2 * draws * len(images)) for place, total in totals.items()}
+
+
+def _tracked(inputs: Any) -> Any:
+    """The same inputs for autograd to follow, since the weights are not; they themselves stay as they are."""
+    if isinstance(inputs, Mapping):
+        return {name: _tracked(tensor) for name, tensor in inputs.items()}
+    return inputs.detach().requires_grad_().clone() if inputs.is_floating_point() else inputs
 
 
 def _probe(outputs: dict[str, Tensor], anatomy: Anatomy, images: int, generator: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from starfish.core import Anatomy, Images, Long, Masks, Pruner, Unit
 from starfish.errors import UserError, listed
-from starfish.pruners.budget import COSTS, Budget, spend
+from starfish.pruners.budget import COSTS, IMAGE_BUDGETS, Budget, Counts, spend
 from starfish.pruners.criteria import CRITERIA, NEEDS_IMAGES, QK_CRITERIA, Scores, scores_of
 from starfish.pruners.units import masks_of
 
@@ -36,7 +36,7 @@ class Structured(Pruner):
 
     def needs(self) -> frozenset[str]:
         wanted = {self.criterion, self.qk_criterion}
-        return frozenset({"images"} if wanted & NEEDS_IMAGES or self.budget == "latency" else ())
+        return frozenset({"images"} if wanted & NEEDS_IMAGES or self.budget in IMAGE_BUDGETS else ())
 
     def sees_channels(self) -> bool:
         return not self.scope or "channels" in self.scope
@@ -52,7 +52,7 @@ class Structured(Pruner):
         criteria = self._criteria(images is not None)
         scores: Scores = yield from scores_of(dense, anatomy, families, images, criteria, self.draws, self.seed)
         if self.budget == "uniform":
-            counts = {place: _count(unit, self._share(unit.kind)) for place, unit in enumerate(families)}
+            counts: Counts = {place: _count(unit, self._share(unit.kind)) for place, unit in enumerate(families)}
         else:
             budget = Budget(self.budget, self.sparsity, LEAST_SHARE)
             counts = yield from spend(dense, anatomy, families, scores, images, budget)
@@ -67,6 +67,10 @@ class Structured(Pruner):
             has = f"it has {listed(names)}" if names else "it has none"
             raise UserError(f"the model has no units `{'+'.join(unknown) or self.scope}` that can go whole", has)
         self._check()
+        idle = [name for name in KINDS if getattr(self, name) is not None and name not in wanted]
+        if idle:
+            raise UserError(f"`{idle[0]}` is {getattr(self, idle[0])} and none of these units are pruned",
+                            f"what is pruned is {listed(wanted)}; --scope says it")  # fmt: skip
         return [unit for unit in anatomy.units if unit.kind in {KINDS[name] for name in wanted}]
 
     def _check(self) -> None:
@@ -84,6 +88,8 @@ class Structured(Pruner):
             raise UserError(
                 f"the budget `{self.budget}` is shared by all units", "give --sparsity alone, or budget=uniform"
             )
+        if self.draws < 1:
+            raise UserError(f"`draws` is {self.draws}", "give 1 or more")
         if self.budget not in ("uniform", *COSTS):
             raise UserError(f"`budget` is `{self.budget}`", f"it can be uniform, {listed(list(COSTS))}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from starfish.pruners.criteria import Scores
 
 
 def masks_of(
-    dense: nn.Module, anatomy: Anatomy, families: Sequence[Unit], scores: Scores, counts: dict[int, int]
+    dense: nn.Module, anatomy: Anatomy, families: Sequence[Unit], scores: Scores, counts: Mapping[int, int]
 ) -> Masks:
     """Masks of every weight that the units run through: rows and columns of the lowest of each group are zero."""
     masks: Masks = {}
