@@ -1,9 +1,9 @@
 """Whole units gone from DeiT-T: what each recipe gives back, with how many images, in how much time.
 
-    python benchmarks/structured.py [NAME …]        all questions, or some of those below; folder of weights: STARFISH_DATA
+    python benchmarks/structured.py [NAME …]    all questions, or some of those below; folder of weights: STARFISH_DATA
 
-Everything goes through the command line, as a user would. Writes benchmarks/results/structured/NAME.json: the results of
-every run with mean and standard deviation over seeds. Finished runs are kept and skipped.
+Everything goes through the command line, as a user would. benchmarks/results/structured/NAME.json gets every result;
+mean and standard deviation over seeds are printed. Finished runs are kept and skipped.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.convnext import CNBlockConfig
 
+import starfish
+from cases import tiny_vit
 from starfish import activations
 from starfish.anatomy import find, unwrap
 from starfish.core import Anatomy, Layout, Unit
@@ -596,3 +598,16 @@ def test_wrappers_are_taken_off() -> None:
     assert unwrap(nn.DataParallel(model)) is model
     assert unwrap(torch.compile(nn.DataParallel(torch.compile(model)))) is model
     assert find(nn.DataParallel(model), PIXELS) == find(model, PIXELS)
+
+
+def test_attention_cut_narrower_is_still_one(images: Tensor) -> None:
+    """Looked at again, a small model has its query-key dimensions counted as they are, and its output layer known."""
+    dense = tiny_vit()
+    masks = starfish.prune(dense, starfish.Structured(0.5, scope="mlp+qk"), images)
+    small = starfish.slim(dense, masks, images)
+    anatomy = find(small, images[:2])
+    unit = next(unit for unit in anatomy.units if unit.kind == "qk")
+    assert (unit.count, unit.groups) == (12, 3)
+    assert [part.start for part in unit.parts] == [0, 12, 0, 12]
+    assert anatomy.roles["blocks.0.attn.proj.weight"] == "out"
+    assert anatomy.roles["blocks.0.attn.qkv.weight"] == "qkv"

@@ -29,7 +29,7 @@ from starfish.pruners.budget import (
     spend,
 )
 from starfish.pruners.units import masks_of
-from starfish.slim import slim
+from starfish.small import slimmed
 from starfish.speed import flops
 
 PICTURES = as_images(IMAGES)
@@ -49,7 +49,7 @@ def size(model: nn.Module) -> int:
 def without_one(kind: str, unit: Unit) -> nn.Module:
     """The model without one unit of each group of a family."""
     model, anatomy = looked_at(kind)
-    return slim(model, masks_of(model, anatomy, [unit], {0: torch.arange(unit.count).double()}, {0: 1}), anatomy)
+    return slimmed(model, masks_of(model, anatomy, [unit], {0: torch.arange(unit.count).double()}, {0: 1}), anatomy)
 
 
 def units(kind: str) -> list[Any]:
@@ -118,7 +118,7 @@ def without(kind: str, counts: Counts) -> nn.Module:
     """The model without the first units of each group of each family."""
     model, anatomy = looked_at(kind)
     order = {place: torch.arange(unit.count).double() for place, unit in enumerate(anatomy.units)}
-    return slim(model, masks_of(model, anatomy, anatomy.units, order, counts), anatomy)
+    return slimmed(model, masks_of(model, anatomy, anatomy.units, order, counts), anatomy)
 
 
 @pytest.mark.parametrize(("kind", "unit"), EVERY_FAMILY)

@@ -22,7 +22,7 @@ from starfish.anatomy import find
 from starfish.export import FORMATS, to_onnx, to_safetensors
 from starfish.masks import apply_
 from starfish.pruners.structured import Structured
-from starfish.slim import disagreement, slim
+from starfish.small import disagreement, slimmed
 
 
 def torchvision_vit() -> nn.Module:
@@ -41,7 +41,7 @@ def _three(kind: str) -> dict[str, nn.Module]:
     masks = starfish.prune(dense, Structured(0.5, scope=scope, criterion="weight"), IMAGES[:2])
     masked = deepcopy(dense)
     apply_(masked, masks)
-    return {"dense": dense, "masked": masked, "small": slim(masked, masks, find(masked, IMAGES[:2], channels=True))}
+    return {"dense": dense, "masked": masked, "small": slimmed(masked, masks, find(masked, IMAGES[:2], channels=True))}
 
 
 def run(path: Path, inputs: dict[str, Tensor]) -> Tensor:

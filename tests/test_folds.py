@@ -157,7 +157,7 @@ def test_the_scaled_ridge_is_a_share_of_the_mean_variance() -> None:
     dense = Mlp().double()
     x_S, _ = hidden(dense)
     model, _ = folded(dense)
-    assert np.allclose(model.fc2.weight[:, ~DEAD], new_columns(dense, 1e-4 * x_S.var(0).mean()), atol=1e-12)
+    assert np.allclose(model.fc2.weight[:, ~DEAD], new_columns(dense, 1e-6 * x_S.var(0).mean()), atol=1e-12)
     twice = deepcopy(dense)
     twice.fc2.weight *= 2
     assert torch.allclose(folded(twice)[0].fc2.weight, 2 * model.fc2.weight, atol=1e-12)
@@ -204,7 +204,7 @@ def test_without_a_place_for_a_constant_means_are_fitted_too() -> None:
     """A layer without bias: the moment is not centred, and the error is still no larger than without the fold."""
     dense = Mlp(bias=False).double()
     model, row = folded(dense)
-    ridge = 1e-4 * (hidden(dense)[0] ** 2).mean()
+    ridge = 1e-6 * (hidden(dense)[0] ** 2).mean()
     assert np.allclose(model.fc2.weight[:, ~DEAD], new_columns(dense, ridge, second=True), atol=1e-12)
     found = (model(TOKENS) - dense(TOKENS)).square().mean() / dense(TOKENS).square().mean()
     assert row["folded"] == pytest.approx(float(found), rel=1e-8)
@@ -387,7 +387,7 @@ def test_eigendecompositions_solve_the_kronecker_system(size: int) -> None:
     right = q[:, :size].T @ q[:, size:] @ k[:, size:].T @ k[:, :size]
     plain = np.square(q[:, size:] @ k[:, size:].T).sum()
     system = Pooled(*(torch.from_numpy(x) for x in (G_Q, G_K, right)), torch.tensor(plain))
-    ridge = 1e-4 * np.trace(G_Q) / size * np.trace(G_K) / size
+    ridge = 1e-6 * np.trace(G_Q) / size * np.trace(G_K) / size
     vec = np.linalg.solve(np.kron(G_K, G_Q) + ridge * np.eye(size**2), right.ravel(order="F"))
     M = system.solve()
     assert np.allclose(M, vec.reshape(size, size, order="F"), rtol=1e-9, atol=1e-12)
@@ -406,7 +406,7 @@ def test_per_image_solve_is_the_sum_of_kronecker_systems(size: int) -> None:
     right = np.einsum("bni,bnm,bmj->ij", q_S, wanted, k_S)
     system = PerImage(torch.from_numpy(normal), torch.from_numpy(right), torch.tensor(np.square(wanted).sum()))
     kron = sum(np.kron(k_b.T @ k_b, q_b.T @ q_b) for q_b, k_b in zip(q_S, k_S, strict=True))
-    ridge = 1e-4 * np.trace(kron) / size**2
+    ridge = 1e-6 * np.trace(kron) / size**2
     vec = np.linalg.solve(kron + ridge * np.eye(size**2), right.ravel(order="F"))
     M = system.solve()
     assert np.allclose(M, vec.reshape(size, size, order="F"), rtol=1e-9, atol=1e-12)

@@ -19,7 +19,6 @@ from starfish.data import StoredImages, as_images
 from starfish.heal import healing_, job_of
 from starfish.methods import name_of, summary
 from starfish.runs import Run
-from starfish.slim import slim
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 PICTURES = StoredImages(IMAGES, starfish.Preprocess(), LABELS)
@@ -117,7 +116,7 @@ def test_objective_falls(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.method not in {"ce", "batchnorm"}], ids=str)
 def test_nothing_pruned_changes_nothing(case: Case) -> None:
-    """With masks of ones the student is the dense model: no loss (BatchNorm frozen), nothing for a closed form to do."""
+    """With masks of ones the student is the dense model: no loss (BatchNorm frozen), nothing to do in closed form."""
     model, dense, masks, method = case.build(IMAGES)
     if "units" in method.needs():
         with pytest.raises(starfish.UserError, match="these have none"):
@@ -138,8 +137,7 @@ def test_cut_out_it_computes_the_same(case: Case) -> None:
     found = healed(case)
     assert found.result.cut
     assert all(2 * kind["gone"] == kind["units"] for kind in found.result.cut.values())
-    job = job_of(deepcopy(found.model), found.dense, found.masks, IMAGES)
-    small = slim(found.model, found.masks, job.anatomy)
+    small = starfish.slim(found.model, found.masks, IMAGES)
     sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (small, found.model)]
     assert sizes[0] < 0.8 * sizes[1]
     assert found.result.speed["small"]["parameters"] == sizes[0]

@@ -27,7 +27,7 @@ from starfish.errors import UserError
 from starfish.masks import apply_
 from starfish.models import Loaded, classes, load
 from starfish.pruners.structured import Structured
-from starfish.slim import slim
+from starfish.small import slimmed
 
 QUERY = "img_size=32&patch_size=16&embed_dim=24&depth=2&num_heads=3&num_classes=5"
 TINY = f"timm/vit_tiny_patch16_224?{QUERY}"
@@ -261,7 +261,7 @@ def small_of(model: nn.Module) -> nn.Module:
     images = torch.randn(2, 3, 32, 32)
     masks = starfish.prune(model, Structured(0.5, scope="mlp+qk", criterion="weight"), images)
     apply_(model, masks)
-    return slim(model, masks, find(model, images))
+    return slimmed(model, masks, find(model, images))
 
 
 def test_a_run_of_a_smaller_model_tells_its_widths(tmp_path: Path) -> None:

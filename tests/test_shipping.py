@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import starfish as library
 from cases import IMAGES, tiny_cnn, tiny_vit
-from starfish.slim import disagreement
+from starfish.small import disagreement
 from test_cli import MODEL, QUICK, answer, picture, starfish
 
 CNN = "cases:tiny_cnn"  # as a user names a function beside them

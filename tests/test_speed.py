@@ -19,7 +19,7 @@ from starfish.core import finish
 from starfish.data import as_images
 from starfish.masks import apply_
 from starfish.pruners.structured import Structured
-from starfish.slim import slim
+from starfish.small import slimmed
 from starfish.speed import batch_of, cost, first, flops, latencies, measuring, shape_of, verdict
 
 
@@ -28,7 +28,7 @@ def halved(model: nn.Module, scope: str = "mlp+qk") -> tuple[nn.Module, nn.Modul
     masked = deepcopy(model).eval()
     masks = starfish.prune(masked, Structured(0.5, scope=scope, criterion="weight"), IMAGES[:2])
     apply_(masked, masks)
-    return masked, slim(masked, masks, find(masked, IMAGES[:2]))
+    return masked, slimmed(masked, masks, find(masked, IMAGES[:2]))
 
 
 def test_operations_of_a_linear_layer_are_two_a_weight() -> None:

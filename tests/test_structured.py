@@ -20,7 +20,7 @@ from starfish.errors import UserError
 from starfish.masks import apply_
 from starfish.patterns import gone, summarise
 from starfish.pruners.structured import Structured
-from starfish.slim import slim
+from starfish.small import slimmed
 from starfish.speed import flops
 
 PICTURES = as_images(IMAGES)
@@ -167,7 +167,7 @@ def cut_out(model: nn.Module, anatomy: Anatomy, masks: Masks, inner: list[int]) 
     """The model without what is gone: smaller, and the same to rounding as the one with zeros."""
     zeroed = tiny_cnn()
     apply_(zeroed, masks)
-    small = slim(zeroed, masks, anatomy)
+    small = slimmed(zeroed, masks, anatomy)
     assert [small.get_parameter(f"layer{stage}.0.conv1.weight").shape[0] for stage in (1, 2, 3)] == inner
     assert parameters(small) < 0.5 * parameters(model)
     torch.testing.assert_close(small(IMAGES), zeroed(IMAGES), rtol=1e-4, atol=1e-4)
@@ -226,7 +226,7 @@ def test_budgets_are_met_by_the_smaller_model(cost: Any, share: float, criterion
     """What the cut model lacks is the share of what all units cost, to within one step; each family keeps a tenth."""
     model, anatomy = looked_at("vit")
     masks = choose("vit", Structured(share, criterion=criterion, budget=cost))
-    small = slim(model, masks, anatomy)
+    small = slimmed(model, masks, anatomy)
     if cost == "parameters":
         saved, whole = parameters(model) - parameters(small), 2 * (NEURONS * 49 + D * 50)
         step = HEADS * 50
@@ -246,7 +246,7 @@ def test_budgets_are_met_by_the_smaller_model(cost: Any, share: float, criterion
 def test_a_budget_of_parameters_is_met_where_families_share_filters(share: float, criterion: str) -> None:
     """Rows of one family and columns of another are one filter, that goes once."""
     model, anatomy = looked_at("cnn")
-    small = slim(model, choose("cnn", Structured(share, criterion=criterion, budget="parameters")), anatomy)
+    small = slimmed(model, choose("cnn", Structured(share, criterion=criterion, budget="parameters")), anatomy)
     norms = 2 * (16 + 16 + 16 + 32 + 16 + 64 + 16)
     whole = 9 * (3 * 16 + 2 * 16 * 16 + 16 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + norms + 16 * 5
     step = 9 * (3 + 16 + 16 + 32 + 32 + 64 + 64) + 2 * 4 + 5

@@ -14,14 +14,11 @@ if TYPE_CHECKING:
     from starfish.methods.align import Starfish
     from starfish.methods.batchnorm import BatchNorm
     from starfish.methods.corp import Corp
-    from starfish.methods.corp import Corp
     from starfish.models import load_module as load
     from starfish.pruners import PRUNERS, prune
     from starfish.pruners.magnitude import Magnitude
     from starfish.pruners.structured import Structured
-    from starfish.slim import remaining, slim
-    from starfish.pruners.structured import Structured
-    from starfish.slim import remaining
+    from starfish.small import remaining, slim
 
 # Where each public name lives: imported when first used, so that `starfish --help` need not wait for torch.
 _HOMES = {
@@ -29,7 +26,6 @@ _HOMES = {
     "PRUNERS": "pruners",
     "Anatomy": "core",
     "BatchNorm": "methods.batchnorm",
-    "Corp": "methods.corp",
     "Corp": "methods.corp",
     "Images": "core",
     "Job": "core",
@@ -42,14 +38,12 @@ _HOMES = {
     "Starfish": "methods.align",
     "StoredImages": "data",
     "Structured": "pruners.structured",
-    "Structured": "pruners.structured",
     "UserError": "errors",
     "heal_": "heal",
     "load": "models:load_module",
     "prune": "pruners",
-    "remaining": "slim",
-    "slim": "slim",
-    "remaining": "slim",
+    "remaining": "small",
+    "slim": "small",
 }
 
 __all__ = [
@@ -74,6 +68,7 @@ __all__ = [
     "load",
     "prune",
     "remaining",
+    "slim",
 ]
 
 

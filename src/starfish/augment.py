@@ -47,7 +47,7 @@ def augmented(inputs: Any, augment: str, generator: torch.Generator) -> Any:
 class Views:
     """Images of which each is there several times: image i as it is at i, and v times augmented at i + v·N.
 
-    A view is a function of seed and index alone, whatever batch it comes in, so that what a teacher answers can be kept.
+    A view is a function of seed and index, whatever batch it comes in, so that what a teacher answers can be kept.
     """
 
     images: Images

@@ -304,7 +304,7 @@ def _wrong_size(path: Path, name: str, value: Tensor, expected: Tensor) -> UserE
 
 
 def smaller_tensors(weights: Mapping[str, Tensor], dense: nn.Module) -> list[str]:
-    """Those that are smaller than the dense model's, in one dimension or several; none where one does not fit into it."""
+    """Those that are smaller than the dense model's in some dimension; none where one does not fit into it."""
     expected = dense.state_dict()
     pairs = {name: (value.shape, expected[name].shape) for name, value in weights.items() if name in expected}
     fit = all(len(one) == len(two) and all(map(int.__le__, one, two)) for one, two in pairs.values())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from starfish.activations import logits
 from starfish.errors import UserError, listed
 from starfish.files import write_tensors, write_whole
-from starfish.slim import disagreement
+from starfish.small import disagreement
 
 OPSET = 18  # what torch's exporter writes by itself; to lower ones it converts, and not always
 LARGEST = 2**31  # bytes in one file of protocol buffers

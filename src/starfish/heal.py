@@ -28,7 +28,7 @@ from starfish.methods.batchnorm import batchnorms
 from starfish.methods.corp import foldable
 from starfish.patterns import loses_channels
 from starfish.runs import Run, peak_rss_mb, versions
-from starfish.slim import Cut, cut_of, grow_, is_smaller, smaller, smaller_anatomy, smaller_masks
+from starfish.small import Cut, cut_of, grow_, is_smaller, smaller, smaller_anatomy, smaller_masks
 from starfish.speed import measuring
 from starfish.targets import DenseTargets
 
@@ -84,7 +84,9 @@ def _anatomy_of_smaller(model: nn.Module, dense: nn.Module, anatomy: Anatomy, in
             f" {sizes[1][name]}: they cannot be compared",
             "align the blocks whose outputs have kept their width: --blocks REGEX",
         )
-    return replace(anatomy, units=())
+    weights, whole = dict(model.named_parameters()), dict(dense.named_parameters())
+    tail = {name: module for name, module in anatomy.tail.items() if len(weights[name]) == len(whole[name])}
+    return replace(anatomy, units=(), tail=tail)
 
 
 def healing_(job: Job, method: Method | Sequence[Method], evaluation: Images, run: Run | None = None) -> Long[Result]:

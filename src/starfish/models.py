@@ -25,7 +25,7 @@ from starfish.containers import check_weights, weights_of
 from starfish.data import Interpolation, Mode, Preprocess
 from starfish.errors import UserError, listed
 from starfish.files import read_json, read_object, read_safetensors
-from starfish.slim import rebuild_, widths
+from starfish.small import rebuild_, widths
 
 KINDS = {
     "timm/NAME": "any timm model; a bare NAME works too",

@@ -33,7 +33,7 @@ from starfish.errors import UserError
 from starfish.files import read_json, read_safetensors, write_json, write_tensors, write_text
 from starfish.models import Loaded, architecture, example, load_run, small_config
 from starfish.patterns import loses_channels
-from starfish.slim import AGREEMENT, cut_of, disagreement, slim, smaller, smaller_masks
+from starfish.small import AGREEMENT, cut_of, disagreement, slimmed, smaller, smaller_masks
 from starfish.speed import measuring
 
 CHECKED = 4  # inputs of noise on which a smaller model must answer as the masked one
@@ -163,7 +163,7 @@ def slimming(folder: Path, output: Path) -> Long[dict[str, Any]]:
     loaded, before = load_run(folder), architecture(folder)
     config, inputs = read_json(folder / "config.json"), example(loaded, CHECKED)
     anatomy = _anatomy(folder, loaded, masks)
-    small, cut = slim(loaded.model, masks, anatomy), cut_of(masks, anatomy, loaded.model)
+    small, cut = slimmed(loaded.model, masks, anatomy), cut_of(masks, anatomy, loaded.model)
     facts = {"units": cut.counts(), "disagreement": _checked(small, loaded.model, inputs), "images": len(inputs)}
     speed = yield from measuring(before.model, loaded.model, small, as_images(inputs))
     dense, known = speed["dense"], result.get("speed", {}).get("dense", {})

@@ -32,6 +32,12 @@ def is_narrow(module: nn.Module) -> bool:
     return isinstance(module, (_Fused, _Multihead, _Separate))
 
 
+def value_width(module: Any) -> int:
+    """Of one of those below."""
+    names = {_Fused: "proj", _Multihead: "out_proj", _Separate: "o_proj"}
+    return int(module.get_submodule(names[type(module)]).in_features)
+
+
 def narrow_attention(path: str, holder: nn.Module) -> nn.Module:
     """The same attention, of the same parameters, in a class that reads the width of its queries off their weight."""
     if is_narrow(holder):

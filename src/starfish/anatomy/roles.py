@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from starfish.anatomy.attention import is_narrow, value_width
 from starfish.anatomy.layers import Layer
 from starfish.anatomy.look import Run
 from starfish.core import Part, Unit
@@ -50,7 +51,8 @@ def _inside(name: str, module: nn.Module, width: int, layers: list[Layer]) -> In
     roles = {layer.parameter: role for parts in attentions.values() for role, layer in parts.items()}
     convolutions = {layer.parameter: layer.convolution for layer in layers if layer.convolution}
     rest = [layer for layer in layers if not layer.convolution and layer.parameter not in roles]
-    outs = {layer.parameter: "out" for layer in rest if _is_out(layer, name, attentions)}
+    values = {path: _values(module.get_submodule(path[len(name) + 1 :]), parts) for path, parts in attentions.items()}
+    outs = {layer.parameter: "out" for layer in rest if _is_out(layer, name, attentions, values)}
     pairs: list[tuple[Layer, Layer]] = []
     if attentions or "conv" not in convolutions.values():  # else these are squeeze-excitation
         pairs = _pairs([layer for layer in rest if layer.parameter not in outs], {width, *_inputs(attentions)})
@@ -86,10 +88,17 @@ def _attention_role(layer: Layer) -> str | None:
     )
 
 
-def _is_out(layer: Layer, block: str, attentions: dict[str, dict[str, Layer]]) -> bool:
+def _values(holder: nn.Module, parts: dict[str, Layer]) -> int:
+    """The width of an attention's values, which queries and keys share unless they were cut."""
+    if "qkv" not in parts:
+        return parts.get("v", parts["q"]).rows
+    return value_width(holder) if is_narrow(holder) else parts["qkv"].rows // 3
+
+
+def _is_out(layer: Layer, block: str, attentions: dict[str, dict[str, Layer]], values: dict[str, int]) -> bool:
     """It leads from an attention's values back to its input width, and has the usual name or lies in the same part."""
     for path, parts in attentions.items():
-        inner = parts["qkv"].rows // 3 if "qkv" in parts else parts.get("v", parts["q"]).rows
+        inner = values[path]
         part = path[len(block) + 1 :].partition(".")[0]
         near = bool(part) and layer.path.startswith(f"{block}.{part}.")
         fits = layer.columns == inner and layer.rows in _inputs({path: parts})
@@ -169,7 +178,7 @@ def _is_coupled(block: Inside, reader: Layer, writer: Layer) -> bool:
 def _query_key_units(block: Inside, path: str, parts: dict[str, Layer]) -> Iterator[Unit]:
     holder = block.module.get_submodule(path[len(block.name) + 1 :]) if path != block.name else block.module
     heads = _head_count(holder)
-    rows = parts["qkv"].rows // 3 if "qkv" in parts else parts["q"].rows
+    rows = (parts["qkv"].rows - _values(holder, parts)) // 2 if "qkv" in parts else parts["q"].rows
     same_width = "qkv" in parts or parts["k"].rows == rows
     if heads and rows % heads == 0 and same_width and _is_plain_product(holder):
         yield Unit("qk", block.name, rows, heads, tuple(_query_key_parts(path, holder, parts, rows)), holder=path)

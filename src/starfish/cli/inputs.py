@@ -63,7 +63,7 @@ def load_pictures(
 def find_anatomy(
     loaded: Loaded, pictures: StoredImages | None, blocks: str | None, *, channels: bool = False
 ) -> Anatomy:
-    """What is found in the model, from two of the images or else from noise; `channels` of convolutions take a while."""
+    """What is found in the model, from two of the images or else from noise; channels take a while."""
     from starfish.anatomy import find
     from starfish.devices import to_device
     from starfish.models import device_of, example
@@ -76,7 +76,7 @@ def start_(student: nn.Module, dense: nn.Module, masks: Path | None, pruned: Pat
     """The masks; `student` gets the weights to start from."""
     from starfish.containers import read
     from starfish.masks import sparsity
-    from starfish.slim import shrink_
+    from starfish.small import shrink_
 
     if (masks is None) == (pruned is None):
         raise UserError("give either --masks or --pruned", "--masks FILE with masks, --pruned FILE with pruned weights")

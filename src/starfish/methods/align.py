@@ -235,10 +235,10 @@ def _trainable(job: Job, train_v: bool) -> dict[str, Tensor]:
         return trainable
     for name, mask in job.masks.items():
         if job.anatomy.roles.get(name) == "qkv":
-            third = len(mask) // 3
-            if bool(mask[2 * third :].all()):
+            values = len(job.dense.get_parameter(name)) // 3  # of which none are cut, unlike queries and keys
+            if bool(mask[-values:].all()):
                 trainable[name] = mask.clone()
-                trainable[name][2 * third :] = False
+                trainable[name][-values:] = False
     return trainable
 
 

@@ -22,7 +22,7 @@ from starfish.devices import to_device
 from starfish.errors import UserError
 from starfish.pruners.criteria import Scores
 from starfish.pruners.units import masks_of
-from starfish.slim import cut_of, smaller
+from starfish.small import cut_of, smaller
 from starfish.speed import latencies
 from starfish.statistics import heard, listening, path_of
 

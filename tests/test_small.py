@@ -28,13 +28,13 @@ from starfish.core import Anatomy, Masks
 from starfish.masks import apply_
 from starfish.models import small_config
 from starfish.pruners.structured import Structured
-from starfish.slim import (
+from starfish.small import (
     cut_of,
     disagreement,
     grow_,
     rebuild_,
     remaining,
-    slim,
+    slimmed,
     smaller,
     smaller_anatomy,
     smaller_masks,
@@ -122,7 +122,7 @@ def lively_(model: nn.Module) -> nn.Module:
 def test_small_is_masked(kind: str, dtype: torch.dtype, close: float) -> None:
     """The same answers with zeros and without the units, both with gradients and without: they take other kernels."""
     model, masks, anatomy = pruned(kind)
-    small = slim(model, masks, anatomy).to(dtype)
+    small = slimmed(model, masks, anatomy).to(dtype)
     images = SMALL_PIXELS.to(dtype)
     model.to(dtype)
     for grad in (True, False):
@@ -139,7 +139,7 @@ def test_the_masked_model_is_left_alone(kind: str) -> None:
     """A new model comes out; the tensors of the old one are its own and as they were."""
     model, masks, anatomy = pruned(kind)
     before = deepcopy(model.state_dict())
-    small = slim(model, masks, anatomy)
+    small = slimmed(model, masks, anatomy)
     for parameter in small.parameters():
         parameter.data.zero_()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -150,7 +150,7 @@ def test_the_masked_model_is_left_alone(kind: str) -> None:
 def test_the_scale_of_the_softmax_is_that_of_the_dense_model(kind: str) -> None:
     """With 1/√(the width that is left) the answers are other ones."""
     model, masks, anatomy = pruned(kind)
-    small = slim(model, masks, anatomy)
+    small = slimmed(model, masks, anatomy)
     narrow = [module for module in small.modules() if is_narrow(module)]
     assert len(narrow) == 2
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_a_dimension_goes_from_queries_and_keys_or_not_at_all(kind: str) -> None
     """Zero in the queries alone it is refused by name and left in place; cut all the same it would change answers."""
     model, half, anatomy, masks = one_sided(kind)
     with pytest.raises(starfish.UserError, match=r"12 of 24 qk dims are zero in some of their weights only"):
-        slim(model, half, anatomy)
+        slimmed(model, half, anatomy)
     assert not cut_of(half, anatomy, model)
     forced = smaller(model, cut_of(masks, anatomy, model))
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_heads_that_lose_unequally_are_refused_and_stay() -> None:
         masks[name][side : side + 8] = False
     apply_(model, masks)
     with pytest.raises(starfish.UserError, match=r"`blocks\.0`: the heads lose unequal numbers of qk dims \(8, 4, 4\)"):
-        slim(model, masks, anatomy)
+        slimmed(model, masks, anatomy)
     cut = cut_of(masks, anatomy, model)
     assert cut.attentions == ("blocks.1.attn",)
     assert cut.counts() == {"neuron": {"units": 192, "gone": 96}, "qk": {"units": 24, "gone": 12}}
@@ -208,7 +208,7 @@ def test_masks_without_units_have_nothing_to_cut() -> None:
     model, masks, anatomy = pruned("timm vit")
     scattered = {name: torch.rand(mask.shape) > 0.5 for name, mask in masks.items()}
     with pytest.raises(starfish.UserError, match="nothing to cut out"):
-        slim(model, scattered, anatomy)
+        slimmed(model, scattered, anatomy)
     assert cut_of(scattered, anatomy, model).counts() == {}
 
 
@@ -222,7 +222,7 @@ def test_norms_of_queries_keep_their_dimensions() -> None:
     for mask in masks.values():
         mask.view(9, 8, 24)[:6, ::2] = False
     with pytest.raises(starfish.UserError, match="nothing to cut out"):
-        slim(model, masks, anatomy)
+        slimmed(model, masks, anatomy)
 
 
 class Attention(nn.Module):
@@ -247,7 +247,7 @@ def test_an_attention_that_is_not_known_is_refused_by_name_and_stays() -> None:
     masks = starfish.prune(model, Structured(0.5, scope="mlp+qk", criterion="weight"), IMAGES[:2])
     apply_(model, masks)
     with pytest.raises(starfish.UserError, match=r"`blocks\.0\.attn` is a `Attention`, whose queries") as error:
-        slim(model, masks, anatomy)
+        slimmed(model, masks, anatomy)
     assert "--scope mlp" in error.value.hint
     cut = cut_of(masks, anatomy, model)
     assert list(cut.counts()) == ["neuron"]
@@ -263,7 +263,7 @@ def test_shared_weights_are_refused_by_name_and_heal_in_their_place(images: Tens
     dense = deepcopy(model)
     apply_(model, masks)
     with pytest.raises(starfish.UserError, match=r"`blocks\.0\.mlp\.fc1\.weight` is shared with `blocks\.1"):
-        slim(model, masks, find(model, images[:2]))
+        slimmed(model, masks, find(model, images[:2]))
     result = starfish.heal_(model, dense, masks, images, starfish.Starfish(epochs=1, precision="fp32"))
     assert list(result.cut) == ["qk"]
     assert result.mask_intact
@@ -278,7 +278,7 @@ def test_a_layer_that_lost_everything_keeps_one_unit_of_zeros() -> None:
         else:
             masks[name][:48] = False
     apply_(model, masks)
-    small = slim(model, masks, anatomy)
+    small = slimmed(model, masks, anatomy)
     assert small.blocks[0].mlp.fc1.weight.shape == (1, 24)  # type: ignore[union-attr,index]
     assert small.blocks[0].attn.qkv.weight.shape == (3 + 3 + 24, 24)  # type: ignore[union-attr,index]
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_grown_back_it_is_the_masked_model_to_the_bit(kind: str) -> None:
 def test_widths_are_enough_to_build_it_again(kind: str) -> None:
     """Small weights and what JSON keeps of the shapes, in a freshly built dense model: the same answers bit for bit."""
     model, masks, anatomy = pruned(kind)
-    small = slim(model, masks, anatomy)
+    small = slimmed(model, masks, anatomy)
     config = json.loads(json.dumps(small_config(model, small)))
     assert config["widths"] == widths(model.state_dict(), small.state_dict())
     again = KINDS[kind][0]().eval()
@@ -331,8 +331,8 @@ def test_a_small_model_can_be_cut_again(kind: str) -> None:
     masks = starfish.prune(model, Structured(0.75, scope="mlp+qk", criterion="weight"), IMAGES[:2])
     apply_(model, masks)
     cut = cut_of(first, anatomy, model)
-    twice = slim(smaller(model, cut), smaller_masks(masks, cut), smaller_anatomy(anatomy, cut))
-    once = slim(model, masks, anatomy)
+    twice = slimmed(smaller(model, cut), smaller_masks(masks, cut), smaller_anatomy(anatomy, cut))
+    once = slimmed(model, masks, anatomy)
     assert {name: tensor.shape for name, tensor in twice.state_dict().items()} == {
         name: tensor.shape for name, tensor in once.state_dict().items()
     }
@@ -457,7 +457,7 @@ def parameters_left(name: str, kinds: set[str], inputs: Tensor) -> int:
     """Of a published architecture without half of these units, on the device of the inputs."""
     with inputs.device:
         model = timm.create_model(name).eval()
-    small = slim(model, masks_of(model, kinds, inputs), find(model, inputs))
+    small = slimmed(model, masks_of(model, kinds, inputs), find(model, inputs))
     return sum(parameter.numel() for parameter in small.parameters())
 
 

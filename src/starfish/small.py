@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from starfish.anatomy import find, unwrap
 from starfish.anatomy.attention import narrow_attention, narrowable
 from starfish.anatomy.layers import layers_of
 from starfish.anatomy.narrow import attentions_, narrow_
 from starfish.core import Anatomy, Masks, Unit
+from starfish.data import as_images
+from starfish.devices import to_device
 from starfish.errors import UserError, listed
-from starfish.patterns import gone, summarise
+from starfish.patterns import gone, loses_channels, summarise
 
 AGREEMENT = 1e-4  # of the largest logit: how far a small model may be from the masked one, in float32
 Widths = dict[str, list[int]]
@@ -91,8 +95,18 @@ def _other_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: [other for other in same if other != name] for same in names.values() for name in same if same[1:]}
 
 
-def slim(model: nn.Module, masks: Masks, anatomy: Anatomy) -> nn.Module:
-    """A new, smaller model that computes what the masked one computes; refused by name where it cannot be formed."""
+def slim(model: nn.Module, masks: Masks, images: Any, *, blocks: str | None = None) -> nn.Module:
+    """A new, smaller model that computes what the masked one computes; refused by name where it cannot be formed.
+
+    `images` show the model's input, as in `prune`.
+    """
+    model, images = unwrap(model), as_images(images)
+    inputs = to_device(images.batch([0, len(images) - 1]), next(model.parameters()).device)
+    return slimmed(model, masks, find(model, inputs, blocks=blocks, channels=loses_channels(masks)))
+
+
+def slimmed(model: nn.Module, masks: Masks, anatomy: Anatomy) -> nn.Module:
+    """`slim` where the architecture has been looked at already."""
     summary = summarise(masks, anatomy)
     if summary.inconsistencies:
         raise UserError(
