@@ -13,10 +13,12 @@ from torch import Tensor, nn
 import starfish
 import starfish.masks
 from cases import Case, tiny_cnn, tiny_vit
+from starfish.heal import job_of
+from starfish.methods import PAPER
 from starfish.methods.align import BATCHNORM_POLICIES
 from starfish.pruners.magnitude import Magnitude
 
-FIXED = starfish.Starfish(epochs=3, batch_size=5, shuffle=False, precision="fp32", granularity="token")
+FIXED = replace(PAPER, epochs=3, batch_size=5, shuffle=False, precision="fp32", granularity="token")
 
 
 def textbook(dense: nn.Module, masks: starfish.Masks, images: Tensor, epochs: int, batch_size: int) -> list[float]:
@@ -104,7 +106,7 @@ def test_order_is_new_each_epoch_and_depends_on_the_seed(images: Tensor) -> None
 
     def first_losses(shuffle: bool, seed: int) -> list[float]:
         model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
-        method = replace(FIXED, shuffle=shuffle, lr=0.0, min_lr=0.0, epochs=2, batch_size=4)
+        method = replace(FIXED, shuffle=shuffle, lr=1e-30, min_lr=0.0, epochs=2, batch_size=4)
         return [float(row["loss"]) for row in starfish.heal_(model, dense, masks, images, method, seed=seed).rows]
 
     fixed = first_losses(False, 0)
@@ -253,14 +255,38 @@ def test_train_frees_what_it_says(train: str, kinds: set[str], images: Tensor) -
 
 
 def test_augmented_views_are_answered_anew_and_resume_alike(images: Tensor) -> None:
-    """With augment no targets are kept; the same seed gives the same losses, another view others."""
+    """Without views no targets are kept; the same seed gives the same losses, another view others."""
     losses = {}
     for augment in ("none", "flip", "flip", "mixup:1"):
         model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
-        rows = starfish.heal_(model, dense, masks, images, replace(FIXED, augment=augment)).rows
+        rows = starfish.heal_(model, dense, masks, images, replace(FIXED, augment=augment, views=0)).rows
         found = [row["loss"] for row in rows]
         assert losses.setdefault(augment, found) == found
     assert len({tuple(found) for found in losses.values()}) == 3
+
+
+def test_kept_views_are_the_images_and_their_mirror_images_in_turns(images: Tensor) -> None:
+    """With two views of which one is mirrored, a still student sees in two epochs both of each image once."""
+    still = replace(FIXED, lr=1e-30, min_lr=0.0, epochs=2, batch_size=4, augment="flip:1", views=2)
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    rows = starfish.heal_(model, dense, masks, images, still).rows
+    seen = sum(float(row["loss"]) for row in rows) / len(rows)
+    losses = []
+    for shown in (images, images.flip(-1)):
+        model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+        one = starfish.heal_(model, dense, masks, shown, replace(still, epochs=1, augment="none")).rows
+        losses.append(sum(float(row["loss"]) for row in one) / len(one))
+    assert seen == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-5)
+
+
+def test_default_recipe_is_settled_by_the_inputs(images: Tensor) -> None:
+    """Images are mirrored and Muon has its rate; inputs that are no images are left as they are."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    settled = starfish.Starfish().settle(job_of(model, dense, masks, images))
+    assert (settled.augment, settled.lr, settled.optimizer) == ("flip:1", 2e-3, "muon")
+    assert replace(settled, lr=0.0, optimizer="adamw").settle(job_of(model, dense, masks, images)).lr == 6e-4
+    assert starfish.METHODS["kl"].settle(job_of(model, dense, masks, images)).augment == "none"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from starfish.augment import AUGMENTATIONS, augmented, check
+from cases import IMAGES, LABELS
+from starfish.augment import AUGMENTATIONS, Views, augmented, check
+from starfish.data import Preprocess, StoredImages, as_images
 from starfish.errors import UserError
 
 
@@ -264,3 +266,28 @@ def test_only_images_can_be_augmented(inputs: object, what: str) -> None:
     """Dicts, other shapes and pixels that are not normalised are refused."""
     with pytest.raises(UserError, match=f"cannot be augmented.*{what}"):
         augmented(inputs, "flip", seeded())
+
+
+def test_views_are_the_same_whatever_batch_they_come_in(images: Tensor) -> None:
+    """Image i as it is at i, augmented at i + v·N by seed and index alone."""
+    views = Views(as_images(images), "flip:1,shift:2", 3, seed=5)
+    assert len(views) == 36
+    assert torch.equal(views.batch([0, 11]), images[[0, 11]])
+    together, alone = views.batch([12, 3, 25]), [views.batch([index]) for index in (12, 3, 25)]
+    assert torch.equal(together, torch.cat(alone))
+    assert not torch.equal(views.batch([12]), views.batch([24]))
+    assert not torch.equal(views.batch([12]), Views(as_images(images), "flip:1,shift:2", 3, seed=6).batch([12]))
+
+
+def test_views_keep_labels() -> None:
+    """A view of an image is of its class."""
+    views = Views(StoredImages(IMAGES, Preprocess(), LABELS), "flip", 2, seed=0)
+    assert views.labels is not None
+    assert torch.equal(views.labels, torch.cat([LABELS, LABELS]))
+
+
+def test_what_mixes_a_batch_has_no_views_to_keep() -> None:
+    """Mixup depends on who else is in the batch."""
+    check("flip,mixup")
+    with pytest.raises(UserError, match="`mixup` mixes the images of a batch"):
+        check("flip,mixup", alone=True)

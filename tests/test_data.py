@@ -664,3 +664,12 @@ def test_real_class_folders_are_class_indices(real_data: Path) -> None:
     folder = real_data / "imagenet" / "eval"
     names = [path.parent.name for path in data._pictures(folder)[0]]
     assert [int(names[index]) for index in data._order(1000, 4, 0)] == found.labels.tolist()
+
+
+def test_some_images_are_spread_over_all() -> None:
+    """At most so many, evenly spaced; with none too many, or for 0, the images themselves."""
+    images = as_images(torch.arange(10.0).view(10, 1, 1, 1))
+    assert data.spread(images, 4).batch([0, 1, 2, 3]).flatten().tolist() == [0, 2, 5, 7]
+    assert data.spread(images, 10) is images
+    assert data.spread(images, 0) is images
+    assert len(data.spread(images, 3)) == 3

@@ -114,9 +114,15 @@ def _step(part: str) -> tuple[str, float]:
     return name, number
 
 
+def are_images(inputs: Any) -> bool:
+    """Have they the form of images?"""
+    return isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.is_floating_point()
+
+
 def _images(inputs: Any) -> Tensor:
-    if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.is_floating_point():
-        return inputs
+    if are_images(inputs):
+        found: Tensor = inputs
+        return found
     what = f"{inputs.dtype} of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
     raise UserError(
         f"this model's inputs cannot be augmented: they are `{what}`, not images", "leave out `augment`, or say `none`"

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from starfish.core import Long
+from starfish.core import Images, Long
 from starfish.errors import UserError, listed
 from starfish.files import read_safetensors
 
@@ -113,6 +113,30 @@ def digest_of(tensor: Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
+
+
+@dataclass(frozen=True)
+class Some:
+    """Some of the images, without their labels."""
+
+    images: Images
+    indices: Sequence[int]
+
+    @property
+    def labels(self) -> None:
+        return None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        return self.images.batch([self.indices[index] for index in indices])
+
+
+def spread(images: Images, most: int) -> Images:
+    """At most so many of the images, evenly over all of them; 0 takes all."""
+    size = len(images)
+    return Some(images, [place * size // most for place in range(most)]) if 0 < most < size else images
 
 
 def as_images(given: Any) -> Any:

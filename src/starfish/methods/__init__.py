@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,15 @@ from starfish.methods.align import OBJECTIVES, Starfish
 from starfish.methods.batchnorm import BatchNorm
 from starfish.methods.corp import Corp, foldable
 
+PAPER = Starfish(lr=6e-4, optimizer="adamw", view="raw", augment="none", epochs=10)
+"""The loop of the paper, in which it compares objectives."""
+
 METHODS: dict[str, Method] = {
     "starfish": Starfish(),
-    "mse": Starfish(objective="mse"),
-    "kl": Starfish(objective="kl"),
-    "ce": Starfish(objective="ce"),
-    "starfish+kl": Starfish(objective="cosine+kl"),
+    "mse": replace(PAPER, objective="mse"),
+    "kl": replace(PAPER, objective="kl"),
+    "ce": replace(PAPER, objective="ce"),
+    "starfish+kl": replace(PAPER, objective="cosine+kl"),
     "corp": Corp(),
     "batchnorm": BatchNorm(),
 }
@@ -39,6 +43,7 @@ RECIPES = {
             "epochs": 10,
             "optimizer": "adamw",
             "view": "raw",
+            "augment": "none",
             "precision": "fp32",
             "bn": "train",
             "tail": False,

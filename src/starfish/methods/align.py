@@ -40,15 +40,15 @@ class Starfish(Method):
     """Train only the surviving weights so that the pruned model follows the dense one."""
 
     objective: str = "cosine"  # cosine, mse, relative_mse, kl, ce, cosine+kl
-    lr: float = 6e-4  # at the first step
+    lr: float = 0.0  # at the first step; 0: 2e-3 with muon, else 6e-4
     min_lr: float = 1e-6  # at the end of the cosine schedule
     warmup_steps: int = 0  # steps in which the rate rises in a line to the schedule
     epochs: int = 10
     batch_size: int = 0  # 0: 32, or 64 for a network without attention
-    optimizer: str = "adamw"  # adamw, adam, sgd (momentum 0.9), muon (matrices; AdamW takes the rest)
+    optimizer: str = "muon"  # adamw, adam, sgd (momentum 0.9), muon (matrices; AdamW takes the rest)
     weight_decay: float = 0.0
     clip: float = 0.0  # largest norm of the masked gradient; 0 does not clip
-    view: str = "raw"  # next_norm: block outputs as the next block reads them, through the dense model's norm
+    view: str = "next_norm"  # block outputs as the next block reads them, through the dense model's norm; or raw
     granularity: str = "auto"  # token, sample, channel-position; auto: token with attention, else sample
     shuffle: bool = True  # a new order each epoch; false: one order for all epochs, as the authors' code
     precision: str = "auto"  # fp32, bf16; auto: bf16 where the device is good at it. The loss is always fp32
@@ -56,8 +56,10 @@ class Starfish(Method):
     train_v: bool = True  # false: the V rows of a fused qkv weight stay as they are where the mask keeps them all
     temperature: float = 1.0  # of the KL divergence
     train: str = "weights"  # weights, and joined by + biases (of the masked layers), norms (of the blocks)
-    augment: str = "none"  # such as flip,crop:0.5+mixup: views of the images, for the dense model answers any input
-    views: int = 0  # of each image, the first as it is, their targets kept; 0: a new one each step, answered anew
+    augment: str = (
+        "auto"  # such as flip,crop:0.5+mixup or none: the dense model answers any input; auto: flip:1 of images
+    )
+    views: int = 2  # of each image, the first as it is, their targets kept; 0: a new one each step, answered anew
     tail: bool = True  # also align the outputs of pruned layers after the last block, which nothing else would train
 
     def needs(self) -> frozenset[str]:
@@ -73,8 +75,11 @@ class Starfish(Method):
         norms = batchnorms(job.model)
         weights = [job.model.get_parameter(name) for name in job.masks]
         bn = ("freeze" if not norms or are_folded(norms) else DEFAULT_BATCHNORM) if self.bn == "auto" else self.bn
+        pictures = augmentation.are_images(job.images.batch([0]))
         return replace(
             self,
+            lr=self.lr or (MUON_RATE if self.optimizer == "muon" else RATE),
+            augment=("flip:1" if pictures else "none") if self.augment == "auto" else self.augment,
             batch_size=self.batch_size or (32 if attention else 64),
             granularity=("token" if attention else "sample") if self.granularity == "auto" else self.granularity,
             precision=choose_precision(self.precision, weights[0].device, weights),
@@ -89,7 +94,8 @@ class Starfish(Method):
         _one_of("view", self.view, VIEWS)
         for part in self.train.split("+"):
             _one_of("train", part, TRAINABLE)
-        augmentation.check(self.augment, alone=self.views > 0)
+        if self.augment != "auto":
+            augmentation.check(self.augment, alone=self.views > 0)
         for name, value, least in (("epochs", self.epochs, 1), ("batch_size", self.batch_size, 0), ("lr", self.lr, 0),
                                    ("views", self.views, 0)):  # fmt: skip
             if value < least:
@@ -217,6 +223,7 @@ class Starfish(Method):
         return torch.stack([*terms.values()]).mean(), parts
 
 
+RATE, MUON_RATE = 6e-4, 2e-3
 DEFAULT_BATCHNORM = "train+adapt"
 VIEWS = ("raw", "next_norm")
 TRAINABLE = ("weights", "biases", "norms")

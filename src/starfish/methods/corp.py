@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from starfish.core import Job, Method, Row, Unit
+from starfish.data import spread
 from starfish.masks import apply_
 from starfish.methods.folds import ColumnFold, Fold, QueryKeyFold
 from starfish.patterns import gone
@@ -33,6 +34,7 @@ class Corp(Method):
     symmetrize: bool = False  # true as released, and worse than no compensation on some data
     scale: Literal["dense", "reduced"] = "dense"  # of the softmax; reduced: as if divided by the root of the new width
     schedule: Literal["global", "layerwise"] = "global"  # layerwise: blocks in order, statistics behind those cut
+    images: int = 512  # of which statistics are taken, spread over all there are; 0: all
     memory_gb: float = 2.0  # of statistics at a time; what needs more takes another pass over the images
 
     def needs(self) -> frozenset[str]:
@@ -72,9 +74,10 @@ class Corp(Method):
             yield {"steps": steps, "block": unit.block, "kind": unit.kind, "left_out": UNHEARD}
         _start_over_(job, folds)
         behind = deepcopy(job.dense) if self.schedule == "layerwise" else job.dense
+        images = spread(job.images, self.images)
         for chunk in self._chunks(folds):
             statistics = [fold.statistic for fold in chunk]
-            yield from gathering(behind, job.anatomy, job.images, statistics, job.cache, "statistics")
+            yield from gathering(behind, job.anatomy, images, statistics, job.cache, "statistics")
             for fold in chunk:
                 found = fold.solve()
                 fold.write_(job.model)

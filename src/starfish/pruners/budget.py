@@ -11,13 +11,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from starfish.activations import Recorder
 from starfish.core import Anatomy, Images, Long, Unit, finish
+from starfish.data import Some
 from starfish.devices import to_device
 from starfish.errors import UserError
 from starfish.pruners.criteria import Scores
@@ -127,7 +127,7 @@ def flops_of(dense: nn.Module, anatomy: Anatomy, families: Sequence[Unit], image
     ears = listening(dense, families)
     layers = dict.fromkeys(path_of(part) for unit in families if unit.kind != "qk" for part in unit.parts)
     with Recorder(ears, list(layers)) as recorder:
-        for row, batch in heard(ears, anatomy, _First(images), families, "flops"):
+        for row, batch in heard(ears, anatomy, Some(images, [0]), families, "flops"):
             outputs = recorder.take()
             for place, unit in enumerate(families):
                 tokens = batch.queries(unit).shape[2] if unit.kind == "qk" else 0
@@ -138,20 +138,6 @@ def flops_of(dense: nn.Module, anatomy: Anatomy, families: Sequence[Unit], image
                         prices[part.parameter] = float(tokens or outputs[path_of(part)].numel() // rows)
             yield row
     return Bill(families, prices, {name: held[name].shape for name in prices}, apart)
-
-
-@dataclass(frozen=True)
-class _First:
-    """The first image alone."""
-
-    images: Images
-    labels: Tensor | None = None
-
-    def __len__(self) -> int:
-        return 1
-
-    def batch(self, indices: Sequence[int]) -> Any:
-        return self.images.batch(indices)
 
 
 def milliseconds_of(dense: nn.Module, anatomy: Anatomy, families: Sequence[Unit], images: Images) -> Long[Bill]:
