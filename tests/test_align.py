@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import starfish
 import starfish.masks
 from cases import Case, tiny_cnn, tiny_vit
+from starfish.activations import Recorder
 from starfish.heal import job_of
 from starfish.methods import PAPER
 from starfish.methods.align import BATCHNORM_POLICIES
@@ -200,7 +201,7 @@ def test_batchnorm_statistics_move_only_as_asked(policy: str, images: Tensor) ->
         ({"granularity": "pixel"}, "`granularity` is `pixel`"),
         ({"bn": "on"}, "`bn` is `on`"),
         ({"precision": "fp64"}, "the precision is `fp64`"),
-        ({"epochs": 0}, "`epochs` is 0"),
+        ({"epochs": -1}, "`epochs` is -1"),
         ({"lr": -1.0}, "`lr` is -1.0"),
     ],
 )
@@ -278,6 +279,36 @@ def test_kept_views_are_the_images_and_their_mirror_images_in_turns(images: Tens
         losses.append(sum(float(row["loss"]) for row in one) / len(one))
     assert seen == pytest.approx(sum(losses) / 2, rel=1e-5)
     assert losses[0] != pytest.approx(losses[1], rel=1e-5)
+
+
+def test_head_positions_have_a_share_of_their_own(images: Tensor) -> None:
+    """(1 − head) times the mean over all tokens and head times that of the class token; as any other where it is 0."""
+    losses = {}
+    for head in (0.0, 0.25, 1.0):
+        model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+        still = replace(FIXED, lr=1e-30, min_lr=0.0, epochs=1, batch_size=12, head=head)
+        losses[head] = float(starfish.heal_(model, dense, masks, images, still).rows[0]["loss"])
+    assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * losses[1.0], rel=1e-5)
+    assert losses[1.0] != pytest.approx(losses[0.0], rel=1e-3)
+    blocks = ("blocks.0", "blocks.1")
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    starfish.masks.apply_(model, masks)
+    tokens = []
+    for net in (model, dense):
+        with torch.no_grad(), Recorder(net, blocks) as recorder:
+            net(images)
+            tokens.append(torch.stack([x[:, 0] for x in recorder.take().values()]))
+    assert losses[1.0] == pytest.approx(1 - float(torch.cosine_similarity(*tokens, dim=-1).mean()), rel=1e-4)
+
+
+def test_epochs_follow_the_number_of_images(images: Tensor) -> None:
+    """About 512 steps of 32 images, and never more than 64 times the same image or fewer than ten."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    epochs = {}
+    for copies in (1, 100, 1000):
+        job = job_of(model, dense, masks, images.repeat(copies, 1, 1, 1))
+        epochs[copies * 12] = starfish.Starfish().settle(job).epochs
+    assert epochs == {12: 64, 1200: 14, 12000: 10}
 
 
 def test_default_recipe_is_settled_by_the_inputs(images: Tensor) -> None:

@@ -118,6 +118,9 @@ class Anatomy:
     ]  # prunable parameters that no block's output depends on: aligning blocks cannot train them
     tail: dict[str, str]  # of these, the ones in modules that run: parameter → module
     next_norms: dict[str, str] = field(default_factory=dict)  # block → the LayerNorm or RMSNorm that reads its output
+    head_positions: tuple[
+        int, ...
+    ] = ()  # of the last block's output, where the logits depend on these alone: class tokens
     shifts: dict[str, tuple[str, int]] = field(default_factory=dict)  # weight → (tensor that can take up a constant
     # added to its output, sign): its bias, +1, or the running mean of the BatchNorm that follows, −1
 

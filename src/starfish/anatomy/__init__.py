@@ -15,7 +15,7 @@ from starfish.anatomy.blocks import find_blocks, matching
 from starfish.anatomy.channels import channel_units, shifts
 from starfish.anatomy.layers import layers_of
 from starfish.anatomy.look import look, outer_layouts
-from starfish.anatomy.norms import next_norms
+from starfish.anatomy.readers import head_positions, next_norms
 from starfish.anatomy.roles import ROTARY, inside_blocks, roles_of, units_of
 from starfish.core import Anatomy
 from starfish.errors import UserError, listed
@@ -59,6 +59,7 @@ def find(model: nn.Module, inputs: Any, *, blocks: str | None = None, channels: 
     units = [unit for block in found for unit in units_of(block, rotary)]
     if channels:
         units += channel_units(net, inputs, run.layouts, roles)
+    last = list(run.layouts)[-1]
     return Anatomy(
         blocks=tuple(run.layouts),
         layouts=run.layouts | outer,
@@ -67,5 +68,6 @@ def find(model: nn.Module, inputs: Any, *, blocks: str | None = None, channels: 
         untrained=tuple(untrained),
         tail={layer.parameter: layer.path for layer in layers if layer.parameter in untrained and layer.path in outer},
         next_norms=next_norms(net, inputs, list(run.layouts)),
+        head_positions=head_positions(net, inputs, last, run.layouts[last]),
         shifts=shifts(net, inputs),
     )

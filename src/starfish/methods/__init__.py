@@ -12,7 +12,7 @@ from starfish.methods.align import OBJECTIVES, Starfish
 from starfish.methods.batchnorm import BatchNorm
 from starfish.methods.corp import Corp, foldable
 
-PAPER = Starfish(lr=6e-4, optimizer="adamw", view="raw", augment="none", epochs=10)
+PAPER = Starfish(lr=6e-4, optimizer="adamw", view="raw", head=0.0, augment="none", epochs=10)
 """The loop of the paper, in which it compares objectives."""
 
 METHODS: dict[str, Method] = {
@@ -43,6 +43,7 @@ RECIPES = {
             "epochs": 10,
             "optimizer": "adamw",
             "view": "raw",
+            "head": 0.0,
             "augment": "none",
             "precision": "fp32",
             "bn": "train",

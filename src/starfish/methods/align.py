@@ -6,7 +6,7 @@ B images, P positions, C channels, K classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,12 +43,15 @@ class Starfish(Method):
     lr: float = 0.0  # at the first step; 0: 2e-3 with muon, else 6e-4
     min_lr: float = 1e-6  # at the end of the cosine schedule
     warmup_steps: int = 0  # steps in which the rate rises in a line to the schedule
-    epochs: int = 10
+    epochs: int = 0  # 0: about as many as make 512 steps of 32 images, but 10 to 64
     batch_size: int = 0  # 0: 32, or 64 for a network without attention
     optimizer: str = "muon"  # adamw, adam, sgd (momentum 0.9), muon (matrices; AdamW takes the rest)
     weight_decay: float = 0.0
     clip: float = 0.0  # largest norm of the masked gradient; 0 does not clip
     view: str = "next_norm"  # block outputs as the next block reads them, through the dense model's norm; or raw
+    head: float = (
+        0.1  # share of the loss that positions have which the head reads alone (class tokens); 0: as any other
+    )
     granularity: str = "auto"  # token, sample, channel-position; auto: token with attention, else sample
     shuffle: bool = True  # a new order each epoch; false: one order for all epochs, as the authors' code
     precision: str = "auto"  # fp32, bf16; auto: bf16 where the device is good at it. The loss is always fp32
@@ -78,6 +81,7 @@ class Starfish(Method):
         pictures = augmentation.are_images(job.images.batch([0]))
         return replace(
             self,
+            epochs=self.epochs or min(64, max(10, round(512 * 32 / len(job.images)))),
             lr=self.lr or (MUON_RATE if self.optimizer == "muon" else RATE),
             augment=("flip:1" if pictures else "none") if self.augment == "auto" else self.augment,
             batch_size=self.batch_size or (32 if attention else 64),
@@ -96,8 +100,8 @@ class Starfish(Method):
             _one_of("train", part, TRAINABLE)
         if self.augment != "auto":
             augmentation.check(self.augment, alone=self.views > 0)
-        for name, value, least in (("epochs", self.epochs, 1), ("batch_size", self.batch_size, 0), ("lr", self.lr, 0),
-                                   ("views", self.views, 0)):  # fmt: skip
+        for name, value, least in (("epochs", self.epochs, 0), ("batch_size", self.batch_size, 0), ("lr", self.lr, 0),
+                                   ("views", self.views, 0), ("head", self.head, 0)):  # fmt: skip
             if value < least:
                 raise UserError(f"`{name}` is {value}", f"it must be at least {least}")
 
@@ -141,7 +145,7 @@ class Starfish(Method):
             labels_B = images.labels[indices].to(device) if images.labels is not None else None
             seen = [{name: norms[name](x.float()) if name in norms else x for name, x in side.items()}
                     for side in (student, dense)]  # fmt: skip
-            loss, reported = self._loss(seen[0], seen[1], answer_BK, dense_BK, labels_B)
+            loss, reported = self._loss(seen[0], seen[1], answer_BK, dense_BK, labels_B, job.anatomy.head_positions)
 
             job.model.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -202,6 +206,7 @@ class Starfish(Method):
         answer_BK: Tensor,
         dense_BK: Tensor | None,
         labels_B: Tensor | None,
+        head_positions: Sequence[int],
     ) -> tuple[Tensor, dict[str, float]]:
         """The objective and what is reported beside it. All blocks weigh the same, and so do the parts of a sum."""
         terms: dict[str, Tensor] = {}
@@ -213,14 +218,22 @@ class Starfish(Method):
                 assert labels_B is not None
                 terms[part] = objectives.ce_loss(answer_BK, labels_B)
             else:
-                measure = objectives.BLOCK_LOSSES[part]
-                terms[part] = torch.stack(
-                    [measure(student[name], dense[name], self.granularity) for name in dense]
-                ).mean()
+                blocks = [self._block_loss(part, student[name], dense[name], head_positions) for name in dense]
+                terms[part] = torch.stack(blocks).mean()
         parts = {name: float(term.detach()) for name, term in terms.items()}
         if "cosine" in parts:
             parts["cosine"] = 1 - parts["cosine"]  # reported as it is, not as a loss
         return torch.stack([*terms.values()]).mean(), parts
+
+    def _block_loss(self, part: str, student_BPC: Tensor, dense_BPC: Tensor, head_positions: Sequence[int]) -> Tensor:
+        """Over all positions, and with a share of its own over those that the head reads."""
+        measure = objectives.BLOCK_LOSSES[part]
+        whole = measure(student_BPC, dense_BPC, self.granularity)
+        singled_out = bool(self.head) and self.granularity != "sample" and len(head_positions) > 0
+        if not singled_out or student_BPC.shape[1] <= max(head_positions):
+            return whole
+        read = [x_BPC[:, list(head_positions)] for x_BPC in (student_BPC, dense_BPC)]
+        return (1 - self.head) * whole + self.head * measure(read[0], read[1], self.granularity)
 
 
 RATE, MUON_RATE = 6e-4, 2e-3

@@ -1,4 +1,4 @@
-"""Which norm reads a block's output."""
+"""Which norm reads a block's output, and which positions of the last one the head reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchvision.models.convnext import CNBlockConfig
 from cases import tiny_cnn, tiny_vit
 from starfish import activations
 from starfish.anatomy import find
-from starfish.anatomy.norms import next_norms
+from starfish.anatomy.readers import head_positions, next_norms
 
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 SWIN = {"img_size": 32, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 2), "window_size": 4}
@@ -265,3 +265,38 @@ def test_blocks_that_never_run_or_have_no_reader_are_absent() -> None:
     model.idle = nn.Linear(2, 2)
     assert next_norms(model, PIXELS, ["idle", "blocks.1", "head"]) == {"blocks.1": "norm"}
     assert next_norms(model, PIXELS, []) == {}
+
+
+def positions_of(model: nn.Module) -> tuple[int, ...]:
+    model.eval()
+    anatomy = find(model, PIXELS)
+    last = anatomy.blocks[-1]
+    assert anatomy.head_positions == head_positions(model, PIXELS, last, anatomy.layouts[last])
+    return anatomy.head_positions
+
+
+def test_head_reads_class_tokens() -> None:
+    """One in a ViT, two in a distilled DeiT, whatever the library."""
+    assert positions_of(tiny_vit()) == (0,)
+    new = torchvision_vit()
+    assert positions_of(new) == ()  # its head is zero at first
+    nn.init.normal_(new.get_parameter("heads.head.weight"))
+    assert positions_of(new) == (0,)
+    assert positions_of(transformers_vit()) == (0,)
+    two = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2)
+    assert positions_of(two) == (0, 1)
+
+
+def test_head_that_reads_most_positions_singles_out_none() -> None:
+    """A mean over tokens or pixels reads every one, or all but the class token."""
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    assert positions_of(timm.create_model("vit_tiny_patch16_224", global_pool="avg", **sizes)) == ()
+    assert positions_of(tiny_cnn()) == ()
+    assert positions_of(timm.create_model("swin_tiny_patch4_window7_224", **SWIN)) == ()
+
+
+def test_frozen_models_have_positions_too() -> None:
+    """Gradients are asked of the output, not of parameters; and none are left behind."""
+    model = tiny_vit().requires_grad_(False)
+    assert positions_of(model) == (0,)
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
