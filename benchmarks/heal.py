@@ -70,7 +70,9 @@ def healed(model: list[str], pruning: list[str], images: list[str], options: lis
 
 
 def starfish(*words: str) -> str:
-    paths = {"PYTHONPATH": str(HERE.parent / "tests")}
+    paths = {
+        "PYTHONPATH": os.pathsep.join(str(HERE.parent / folder) for folder in ("src", "tests"))
+    }  # of this checkout
     command = [sys.executable, "-m", "starfish", *words]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **paths}).stdout
 

@@ -12,7 +12,9 @@ import starfish
 from cases import CASES, Case, quick, tiny_vit
 from starfish.data import as_images
 from starfish.heal import healing_, job_of
+from starfish.methods import default_methods
 from starfish.methods.align import Starfish
+from starfish.methods.corp import foldable
 
 QUICK = quick(Starfish())
 
@@ -135,3 +137,49 @@ def test_closing_the_generator_restores_flags(images: Tensor) -> None:
         pass
     work.close()
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_default_method_suits_the_masks(images: Tensor) -> None:
+    """The closed form first where units went on purpose, and where nobody has made anything of the survivors yet."""
+
+    def chosen(masks: str, change: float = 1.0) -> list[str]:
+        model, dense, found, _ = Case("starfish", masks).build(images)
+        with torch.no_grad():
+            model.get_parameter(next(iter(found))).mul_(change)
+        return default_methods(job_of(model, dense, found, images))
+
+    assert chosen("vit-neurons+qk") == chosen("cnn-channels") == ["corp", "starfish"]
+    assert chosen("vit-neurons+qk", change=1.01) == ["starfish"]
+    assert chosen("vit-unstructured") == ["starfish"]
+
+
+def test_unit_that_died_by_chance_makes_no_mask_structured(images: Tensor) -> None:
+    """One neuron of many is gone whole in an unstructured mask."""
+    model, dense, masks, _ = Case("starfish", "vit-unstructured").build(images)
+    masks["blocks.0.mlp.fc1.weight"][3] = False
+    masks["blocks.0.mlp.fc2.weight"][:, 3] = False
+    job = job_of(model, dense, masks, images)
+    assert foldable(job)
+    assert default_methods(job) == ["starfish"]
+
+
+def test_method_that_starts_from_the_dense_weights_comes_first(images: Tensor) -> None:
+    """What starfish did would be lost on corp."""
+    model, dense, masks, _ = Case("starfish", "vit-neurons").build(images)
+    with pytest.raises(starfish.UserError, match="`corp` starts from the dense weights"):
+        starfish.heal_(model, dense, masks, images, [QUICK, starfish.Corp()])
+
+
+def test_chain_reports_every_stage(images: Tensor, labels: Tensor) -> None:
+    """Each method starts from what the one before it left; the last stage is the result."""
+    model, dense, masks, _ = Case("starfish", "vit-neurons+qk").build(images)
+    result = starfish.heal_(model, dense, masks, [(images, labels)], [starfish.Corp(), QUICK], seed=1)
+    assert result.method == "corp,starfish"
+    assert [stage["method"] for stage in result.stages] == ["corp", "starfish"]
+    assert result.stages[-1]["accuracy"] == result.accuracy["healed"]
+    assert result.settings.keys() == {"corp", "starfish"}
+    alone = Case("corp", "vit-neurons+qk").build(images)
+    corp = starfish.heal_(alone[0], alone[1], alone[2], [(images, labels)], starfish.Corp(), seed=1)
+    assert result.stages[0]["kl"] == corp.fidelity["kl"]["healed"]
+    assert result.fidelity["kl"]["healed"] < corp.fidelity["kl"]["healed"]
+    assert {row["method"] for row in result.rows} == {"corp", "starfish"}

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from starfish.core import Job, Method
+from starfish.masks import sparsity
 from starfish.methods.align import OBJECTIVES, Starfish
 from starfish.methods.batchnorm import BatchNorm
-from starfish.methods.corp import Corp, foldable
+from starfish.methods.corp import Corp, foldable, share_gone
 
 PAPER = Starfish(lr=6e-4, optimizer="adamw", view="raw", head=0.0, augment="none", epochs=10)
 """The loop of the paper, in which it compares objectives."""
@@ -54,14 +55,22 @@ RECIPES = {
 
 
 def default_methods(job: Job) -> list[str]:
-    """What heals these masks best by our measurements: the closed form first where whole units are gone.
+    """What heals these masks best by our measurements: the closed form first where they were made of whole units.
 
     It starts from the dense weights, so what another tool has already made of the survivors comes before it.
     """
+    return ["corp", "starfish"] if _survivors_are_dense(job) and _made_of_units(job) else ["starfish"]
+
+
+def _made_of_units(job: Job) -> bool:
+    """Are units gone whole, and not just some that an unstructured mask took by chance?"""
+    return foldable(job) and share_gone(job) > sparsity(job.masks) / 2
+
+
+def _survivors_are_dense(job: Job) -> bool:
     state, dense = job.model.state_dict(), job.dense.state_dict()
-    untouched = all(torch.equal(state[name], dense[name].masked_fill(~mask, 0)) for name, mask in job.masks.items()
-                    if mask.shape == dense[name].shape)  # fmt: skip
-    return ["corp", "starfish"] if untouched and foldable(job) else ["starfish"]
+    pairs = [(state[name], dense[name], mask) for name, mask in job.masks.items() if mask.shape == dense[name].shape]
+    return all(torch.equal(weight, whole.masked_fill(~mask, 0)) for weight, whole, mask in pairs)
 
 
 def summary(method: Method) -> str:

@@ -130,6 +130,12 @@ def foldable(job: Job) -> bool:
     return any(audible(job.dense, unit) for unit, _ in _pruned(job))
 
 
+def share_gone(job: Job) -> float:
+    """Of the units of all families that lost some."""
+    dead = torch.cat([dead for _, dead in _pruned(job)])
+    return float(dead.double().mean())
+
+
 def _pruned(job: Job) -> list[tuple[Unit, Tensor]]:
     """Families that lost units, and which, in the order of the network."""
     found = [(unit, gone(unit, job.masks, job.anatomy)) for unit in job.anatomy.units]
