@@ -364,7 +364,7 @@ MALFORMED: dict[str, tuple[Any, list[str]]] = {
     "twice": (lambda: ones() | {"module.4.weight": torch.zeros(4, 8)}, ["`4.weight`", "twice"]),
     "missing weight": (lambda: lacking("1.running_var"), ["lacks `1.running_var`"]),
     "unexpected weight": (lambda: state(_9_bias=torch.rand(4)), ["`9.bias`", "unknown to the model"]),
-    "smaller model": (lambda: state(_4_weight=torch.rand(4, 6)), ["`4.weight`", "(4, 6)", "(4, 8)", "smaller model"]),
+    "larger in one": (lambda: state(_4_weight=torch.rand(5, 6)), ["`4.weight`", "(5, 6)", "(4, 8)", "architecture"]),
     "larger model": (lambda: state(_4_bias=torch.rand(9)), ["`4.bias`", "(9,)", "(4,)", "architecture"]),
     "nan weight": (lambda: state(_4_bias=torch.full((4,), float("nan"))), ["nan", "`4.bias`"]),
     "odd key": (lambda: {"net": state()}, ["`net`", "`state_dict`"]),
@@ -380,6 +380,19 @@ def test_malformed_files_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     error = refusal(save(tmp_path / "file.pt", make()), dense)
     missing = [word for word in words if word not in f"{error.message} {error.hint}"]
     assert not missing, (missing, error.message, error.hint)
+
+
+def test_smaller_model_is_healed_in_its_shape(tmp_path: Path) -> None:
+    """Its masks keep all of the weights that became smaller, and its weights are as they are in the file."""
+    weights = state(_4_weight=torch.rand(4, 6))
+    found = C.read(save(tmp_path / "file.pt", weights), conv())
+    assert found.container == "smaller model"
+    assert found.masks.keys() == {"4.weight"}
+    assert found.masks["4.weight"].shape == (4, 6)
+    assert bool(found.masks["4.weight"].all())
+    assert found.weights is not None
+    assert torch.equal(found.weights["4.weight"], weights["4.weight"])
+    assert "healed in the shape it has" in found.notes[-1]
 
 
 @pytest.mark.parametrize("name", ["masks.safetensors", "masks.pt"])

@@ -183,3 +183,12 @@ def test_chain_reports_every_stage(images: Tensor, labels: Tensor) -> None:
     assert result.stages[0]["kl"] == corp.fidelity["kl"]["healed"]
     assert result.fidelity["kl"]["healed"] < corp.fidelity["kl"]["healed"]
     assert {row["method"] for row in result.rows} == {"corp", "starfish"}
+
+
+def test_smaller_model_whose_layers_do_not_fit_is_refused(images: Tensor) -> None:
+    """One error that says so, and not what torch says in the depth of a layer."""
+    model, dense, _, _ = Case("starfish", "vit-neurons").build(images)
+    layer = model.get_submodule("blocks.0.mlp.fc2")
+    layer.weight = nn.Parameter(layer.get_parameter("weight")[:, :50].detach())
+    with pytest.raises(starfish.UserError, match="the smaller model does not run"):
+        starfish.heal_(model, dense, starfish.remaining(model, dense), images, QUICK)

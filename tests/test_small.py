@@ -374,7 +374,7 @@ def test_healed_small_or_masked_it_is_the_same_model(
     results = []
     for kind in (starfish.Starfish, InMaskedShape):
         model = deepcopy(dense)
-        method = kind(epochs=2, batch_size=4, precision="fp32", lr=2e-3, bn="freeze")
+        method = kind(epochs=2, batch_size=4, precision="fp32", lr=2e-3, bn="freeze", optimizer="adamw")
         result = starfish.heal_(model, dense, masks, images, method)
         assert set(result.cut) == kinds
         results.append((model.state_dict(), [row["loss"] for row in result.rows]))

@@ -75,7 +75,14 @@ def job_of(
 
 def _anatomy_of_smaller(model: nn.Module, dense: nn.Module, anatomy: Anatomy, inputs: Any) -> Anatomy:
     """That of the dense model, whose blocks must put out what the smaller one's do; of units it has none to lose."""
-    sizes = [evaluate.output_sizes(net, anatomy, inputs) for net in (model, dense)]
+    try:
+        sizes = [evaluate.output_sizes(net, anatomy, inputs) for net in (model, dense)]
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the smaller model does not run: {reason}",
+            "its layers must fit each other; was it saved whole, after cutting?",
+        ) from error
     different = [name for name in anatomy.blocks if sizes[0][name] != sizes[1][name]]
     if different:
         name = different[0]

@@ -42,7 +42,7 @@ def head_positions(net: nn.Module, inputs: Any, last: str, layout: Layout) -> tu
         output = taps.out_of[last]
         found: Sequence[Tensor | None] = torch.autograd.grad(logits.float().square().sum(), [output], allow_unused=True)
     gradient = found[0]
-    if gradient is None:
+    if gradient is None or gradient.is_meta:  # the latter holds no numbers
         return ()
     read_P = activations.positions(gradient, layout, 1)[0].abs().sum(-1) > 0
     return tuple(read_P.nonzero()[:, 0].tolist()) if 2 * int(read_P.sum()) < len(read_P) else ()
