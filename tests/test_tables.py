@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from starfish.tables import cost_rows, evaluation_rows, proof, score_rows, speed_rows, stage_rows
+from starfish.tables import cost_rows, evaluation_rows, milliseconds, proof, score_rows, speed_rows, stage_rows
 
 
 def result(*, labels: bool, top5: bool = True) -> dict[str, Any]:
@@ -139,3 +139,14 @@ def test_what_is_not_known_has_no_row_but_zero_has_one() -> None:
     nothing = {"accuracy": None, "accuracy_standard_error": None, "accuracy_top5": None}
     assert evaluation_rows({**FACTS, **nothing}) == [("images", "1,000"), *COST_ROWS]
     assert evaluation_rows({**FACTS, **nothing, "accuracy": 0.0})[0] == ("top-1, %", "0")
+
+
+def test_milliseconds_are_readable_at_every_size() -> None:
+    """No powers of ten, whatever the model."""
+    assert [milliseconds(ms) for ms in (0.04567, 2.4612, 99.94, 487.6, 1063.2)] == [
+        "0.0457",
+        "2.46",
+        "99.9",
+        "488",
+        "1,063",
+    ]

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from starfish.activations import call
 from starfish.core import Images, Long
 from starfish.devices import to_device
+from starfish.tables import milliseconds
 
 WARM_UP = 2  # runs of each model that are not measured
 BATCHES = (1, 32)
@@ -177,7 +178,9 @@ def verdict(times: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _compared(name: str, times: Mapping[str, float], dense: Mapping[str, float]) -> str:
-    figures = ", ".join(f"{times[batch]:.3g} ms against {dense[batch]:.3g} at batch {batch}" for batch in times)
+    figures = ", ".join(
+        f"{milliseconds(times[batch])} ms against {milliseconds(dense[batch])} at batch {batch}" for batch in times
+    )
     if not _faster(times, dense):
         return f"the {name} model is no faster than the dense one ({figures})"
     ratios = " and ".join(f"{dense[batch] / times[batch]:.2f} times at batch {batch}" for batch in times)

@@ -60,7 +60,12 @@ def cost_rows(cost: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("of them not zero", f"{cost['nonzero']:,}"))
     rows.append(("file, MB", f"{cost['file_mb']:.2f}"))
     rows.append(("operations an image, millions", f"{cost['flops'] / 1e6:,.1f}"))
-    return rows + [(f"ms for {batch} at once", f"{ms:.3g}") for batch, ms in cost["latency_ms"].items()]
+    return rows + [(f"ms for {batch} at once", milliseconds(ms)) for batch, ms in cost["latency_ms"].items()]
+
+
+def milliseconds(ms: float) -> str:
+    """Three digits, whole ones from a hundred on."""
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def evaluation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
