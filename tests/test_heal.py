@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 
 import starfish
 from cases import CASES, Case, quick, tiny_vit
+from starfish.cache import Cache
+from starfish.core import Job, finish
 from starfish.data import as_images
 from starfish.heal import healing_, job_of
 from starfish.methods import default_methods
 from starfish.methods.align import Starfish
 from starfish.methods.corp import foldable
+from starfish.runs import Run
 
 QUICK = quick(Starfish())
 
@@ -192,3 +196,30 @@ def test_smaller_model_whose_layers_do_not_fit_is_refused(images: Tensor) -> Non
     layer.weight = nn.Parameter(layer.get_parameter("weight")[:, :50].detach())
     with pytest.raises(starfish.UserError, match="the smaller model does not run"):
         starfish.heal_(model, dense, starfish.remaining(model, dense), images, QUICK)
+
+
+@pytest.mark.parametrize("rows_seen", [1, 3, 6])
+def test_chain_that_was_stopped_goes_on_in_its_stage(rows_seen: int, images: Tensor, tmp_path: Path) -> None:
+    """Stopped in the closed form or in the loop after it, resumed, it ends in the bits of one that never stopped."""
+
+    def run(folder: str) -> tuple[Job, Run]:
+        model, dense, masks, _ = Case("starfish", "vit-neurons+qk").build(images)
+        opened = Run.open(tmp_path / folder, {"starfish": {}}, resume=True)
+        cache = Cache(tmp_path / folder / "state")
+        return job_of(model, dense, masks, images, seed=3, cache=cache), opened
+
+    chain = [starfish.Corp(), QUICK]
+    job, folder = run("whole")
+    whole = finish(healing_(job, chain, job.images, folder))
+    expected = job.model.state_dict()
+    job, folder = run("stopped")
+    work = healing_(job, chain, job.images, folder)
+    while rows_seen:
+        rows_seen -= "stage" not in next(work)
+    work.close()
+    job, folder = run("stopped")
+    result = finish(healing_(job, chain, job.images, folder))
+    assert result.rows == whole.rows
+    assert [stage["kl"] for stage in result.stages] == [stage["kl"] for stage in whole.stages]
+    assert all(torch.equal(expected[name], tensor) for name, tensor in job.model.state_dict().items())
+    assert not any((tmp_path / "stopped" / "state").iterdir())
