@@ -202,6 +202,9 @@ def test_batchnorm_statistics_move_only_as_asked(policy: str, images: Tensor) ->
         ({"bn": "on"}, "`bn` is `on`"),
         ({"precision": "fp64"}, "the precision is `fp64`"),
         ({"epochs": -1}, "`epochs` is -1"),
+        ({"head": 1.5}, "`head` is 1.5"),
+        ({"views": 1, "augment": "flip"}, "with `views` 1 images are shown as they are"),
+        ({"views": 2, "augment": "mixup"}, "`mixup` mixes the images of a batch"),
         ({"lr": -1.0}, "`lr` is -1.0"),
     ],
 )

@@ -188,5 +188,5 @@ def _compared(name: str, times: Mapping[str, float], dense: Mapping[str, float])
 
 
 def _faster(times: Mapping[str, float], dense: Mapping[str, float]) -> bool:
-    """At any batch size, by more than noise."""
-    return any(dense[batch] > NOTICEABLE * times[batch] for batch in times)
+    """Over all batch sizes, by more than noise."""
+    return statistics.geometric_mean(dense[batch] / times[batch] for batch in times) > NOTICEABLE

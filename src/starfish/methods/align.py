@@ -59,9 +59,7 @@ class Starfish(Method):
     train_v: bool = True  # false: the V rows of a fused qkv weight stay as they are where the mask keeps them all
     temperature: float = 1.0  # of the KL divergence
     train: str = "weights"  # weights, and joined by + biases (of the masked layers), norms (of the blocks)
-    augment: str = (
-        "auto"  # such as flip,crop:0.5+mixup or none: the dense model answers any input; auto: flip:1 of images
-    )
+    augment: str = "auto"  # such as flip,crop:0.5, for the dense model answers any input; none; auto: flip:1 of images
     views: int = 2  # of each image, the first as it is, their targets kept; 0: a new one each step, answered anew
     tail: bool = True  # also align the outputs of pruned layers after the last block, which nothing else would train
 
@@ -78,12 +76,12 @@ class Starfish(Method):
         norms = batchnorms(job.model)
         weights = [job.model.get_parameter(name) for name in job.masks]
         bn = ("freeze" if not norms or are_folded(norms) else DEFAULT_BATCHNORM) if self.bn == "auto" else self.bn
-        pictures = augmentation.are_images(job.images.batch([0]))
+        mirrored = self.views != 1 and augmentation.are_images(job.images.batch([0]))
         return replace(
             self,
             epochs=self.epochs or min(64, max(10, round(512 * 32 / len(job.images)))),
             lr=self.lr or (MUON_RATE if self.optimizer == "muon" else RATE),
-            augment=("flip:1" if pictures else "none") if self.augment == "auto" else self.augment,
+            augment=("flip:1" if mirrored else "none") if self.augment == "auto" else self.augment,
             batch_size=self.batch_size or (32 if attention else 64),
             granularity=("token" if attention else "sample") if self.granularity == "auto" else self.granularity,
             precision=choose_precision(self.precision, weights[0].device, weights),
@@ -100,6 +98,12 @@ class Starfish(Method):
             _one_of("train", part, TRAINABLE)
         if self.augment != "auto":
             augmentation.check(self.augment, alone=self.views > 0)
+            if self.views == 1 and not augmentation.is_none(self.augment):
+                raise UserError(
+                    "with `views` 1 images are shown as they are", "give 2 or more, or 0 for a new view each step"
+                )
+        if self.head > 1:
+            raise UserError(f"`head` is {self.head}", "it is a share of the loss: from 0 to 1")
         for name, value, least in (("epochs", self.epochs, 0), ("batch_size", self.batch_size, 0), ("lr", self.lr, 0),
                                    ("views", self.views, 0), ("head", self.head, 0)):  # fmt: skip
             if value < least:
