@@ -15,7 +15,7 @@ from starfish.devices import to_device
 from starfish.methods.objectives import cosine, kl_loss
 
 BATCH = 64
-COSINE_IMAGES = 512  # block cosines are averaged over at most so many images
+COSINE_IMAGES = 256  # block cosines are averaged over at most so many images
 
 
 @dataclass(frozen=True)
