@@ -142,7 +142,7 @@ def test_both_kernels_are_the_formula(width: int, mask: Tensor | None, monkeypat
     expected = scaled_dot_product_attention(*by_head, attn_mask=mask, scale=0.3).transpose(1, 2).flatten(2)
     slopes = torch.autograd.grad(expected.square().sum(), qkv)
     for most in (2**25, 0):
-        monkeypatch.setattr(attention, "SMALL", most)
+        monkeypatch.setattr(attention, "PLAIN", most)
         monkeypatch.setattr(attention, "MODERATE", most)
         found = attend(*qkv, 3, 0.3, mask, 0.0)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -18,8 +18,10 @@ from starfish.errors import UserError
 
 TIMM = {"timm.layers.attention", "timm.models.vision_transformer"}  # others of this name add, mask or pool on their own
 TRANSFORMERS = {"ViTAttention", "DeiTAttention", "ViTMAEAttention", "ViTMSNAttention", "YolosAttention"}
-SMALL = 2**20  # logits of one call; up to here the plain product is quicker than the fused kernel on padded queries
-MODERATE = 2**25  # the same with gradients: forward and backward take half the time, for four bytes a logit
+PLAIN = (
+    2**24
+)  # logits of one call; up to here, on a processor, the plain product is quicker than the fused kernel: a little
+# without gradients, where queries must be padded for the kernel, and twice as quick with them
 
 
 def narrowable(holder: nn.Module) -> bool:
@@ -165,8 +167,7 @@ def attend(
     q, k, v = (torch.unflatten(x, -1, (heads, -1)).transpose(1, 2) for x in (q_BNc, k_BNc, v_BNc))
     traced = torch.compiler.is_compiling()  # into a graph for any number of images: no branching on it, nor need to pad
     logits = q.shape[0] * heads * q.shape[2] * k.shape[2]
-    most = MODERATE if torch.is_grad_enabled() else SMALL
-    if not traced and q.device.type == "cpu" and logits <= most and dropout == 0:
+    if not traced and q.device.type == "cpu" and logits <= PLAIN and dropout == 0:
         product_BHNN = (q * scale) @ k.transpose(-2, -1)
         out = (product_BHNN if mask is None else product_BHNN + mask).softmax(-1) @ v
     else:

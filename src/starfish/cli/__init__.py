@@ -38,7 +38,9 @@ for command in COMMANDS:
 
 def main() -> None:
     """The one place where exceptions become output and exit codes."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads that spin make a shared machine crawl
+    if "OMP_WAIT_POLICY" not in os.environ:  # waiting threads that spin for long make a shared machine crawl,
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # those that sleep at once make small layers take twice the time
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         app(standalone_mode=False)
     except typer.Exit as end:
