@@ -18,10 +18,9 @@ from starfish.errors import UserError
 
 TIMM = {"timm.layers.attention", "timm.models.vision_transformer"}  # others of this name add, mask or pool on their own
 TRANSFORMERS = {"ViTAttention", "DeiTAttention", "ViTMAEAttention", "ViTMSNAttention", "YolosAttention"}
-PLAIN = (
-    2**24
-)  # logits of one call; up to here, on a processor, the plain product is quicker than the fused kernel: a little
-# without gradients, where queries must be padded for the kernel, and twice as quick with them
+# Logits of one call. Up to here, on a processor, the plain product is quicker than the fused kernel: a little without
+# gradients, since queries must be padded for the kernel, and twice as quick with them.
+PLAIN = 2**24
 
 
 def narrowable(holder: nn.Module) -> bool:
