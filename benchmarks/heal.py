@@ -30,19 +30,23 @@ def sets(*assignments: str) -> list[str]:
     return [word for assignment in assignments for word in ("--set", assignment)]
 
 
+# The default of the first results, before Muon, views and a share for class tokens.
+FIRST = sets("optimizer=adamw", "view=raw", "head=0", "augment=none", "epochs=10")
+
 # name: (model, what is pruned, images, {run: options of heal})
 QUESTIONS: dict[str, tuple[list[str], list[str], list[str], dict[str, list[str]]]] = {
     "deit-unstructured": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.6"], IMAGENET,
-        {"default": [], "paper": ["--recipe", "paper"]}),
+        {"default": [], "first": FIRST, "paper": ["--recipe", "paper"]}),
     "deit-per": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.6", *sets("per=global")], IMAGENET, {"default": []}),
     "deit-2of4": (DEIT, ["--scope", "qkv+out+mlp", "--pattern", "2:4"], IMAGENET, {"default": []}),
     "efficientnet": (EFFICIENTNET, ["--sparsity", "0.6"], [*IMAGENET, "--limit", "500"], {
-        "default": sets("epochs=5"), "batchnorm": ["--method", "batchnorm"],
-        "train, tail false": sets("epochs=5", "bn=train", "tail=false"), "freeze": sets("epochs=5", "bn=freeze")}),
+        "first": [*FIRST, *sets("epochs=5")], "batchnorm": ["--method", "batchnorm"],
+        "train, tail false": [*FIRST, *sets("epochs=5", "bn=train", "tail=false")],
+        "freeze": [*FIRST, *sets("epochs=5", "bn=freeze")]}),
     "efficientnet-1000": (EFFICIENTNET, ["--sparsity", "0.6"], IMAGENET, {"default": []}),
     "resnet20": (RESNET, ["--sparsity", "0.8", *sets("per=global")], CIFAR, {
-        "default": [], "batchnorm": ["--method", "batchnorm"],
-        **{f"{policy}, tail {tail}": sets(f"bn={policy}", f"tail={tail}", "precision=fp32")
+        "default": [], "first": FIRST, "batchnorm": ["--method", "batchnorm"],
+        **{f"{policy}, tail {tail}": [*FIRST, *sets(f"bn={policy}", f"tail={tail}", "precision=fp32")]
            for policy, tail in [("freeze", "true"), ("adapt", "true"), ("train", "true"), ("train", "false")]}}),
 }  # fmt: skip
 
