@@ -76,9 +76,9 @@ def healed(masks: Path, sparsity: str, images: int, seed: int, options: list[str
 
 
 def line(run: dict[str, object]) -> str:
-    stages = ", ".join(f"{stage['method']} {stage['accuracy']:.1f}" for stage in run["stages"])  # type: ignore[attr-defined]
+    stages = ", ".join(f"{stage['method']} {stage['accuracy']:.1f}" for stage in run["stages"])
     accuracy, seconds = run["accuracy"], run["seconds"]
-    return f"pruned {accuracy['pruned']:.1f}, {stages}, {seconds['targets'] + seconds['fit']:.0f} s"  # type: ignore[index]
+    return f"pruned {accuracy['pruned']:.1f}, {stages}, {seconds['targets'] + seconds['fit']:.0f} s"
 
 
 def table(runs: dict[str, dict[str, object]]) -> str:
@@ -87,7 +87,7 @@ def table(runs: dict[str, dict[str, object]]) -> str:
     for key, run in runs.items():
         recipe = key.rpartition(", seed")[0]
         spent = 0.0
-        for stage in run["stages"]:  # type: ignore[attr-defined]
+        for stage in run["stages"]:
             spent += stage["seconds"]
             found.setdefault(f"{recipe}: {stage['method']}", []).append((stage["accuracy"], spent))
     lines = ["| | top-1 | standard deviation | seconds | seeds |", "|---|---|---|---|---|"]
