@@ -14,7 +14,8 @@ from cases import tiny_cnn, tiny_vit
 from starfish.anatomy import find
 from starfish.core import Anatomy, Masks
 from starfish.errors import UserError
-from starfish.pruners.magnitude import Magnitude, keep_largest, n_of_m, n_of_m_mask
+from starfish.pruners.magnitude import Magnitude
+from starfish.pruners.select import keep_largest, n_of_m, n_of_m_mask
 
 SPARSITIES = [0.01, 0.123, 0.5, 0.7, 0.999]
 

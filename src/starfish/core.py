@@ -155,11 +155,15 @@ class Method(ABC):
         return self
 
     def needs(self) -> frozenset[str]:
-        """What the job must have: "labels", "batchnorm", "units" (gone whole)."""
+        """What the job must have: "labels", "batchnorm", "units" (gone whole), "shapes" (all as in the dense model)."""
         return frozenset()
 
     def masked(self) -> bool:
         """Must it see the model in its masked shape, because what went matters? Others work on the small one."""
+        return False
+
+    def starts_over(self) -> bool:
+        """Does it begin with the dense weights, so that what a method before it did would be lost?"""
         return False
 
     def also_changes(self, job: Job) -> frozenset[str]:
@@ -185,6 +189,10 @@ class Pruner(ABC):
     def needs(self) -> frozenset[str]:
         """What must be given: "images", "labels"."""
         return frozenset()
+
+    def structured(self) -> bool:
+        """Does it take whole units, to be cut out, and not single weights?"""
+        return False
 
     def sees_channels(self) -> bool:
         """Does it choose among channels of convolutions? Which go together takes a run of the model for each."""

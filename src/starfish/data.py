@@ -283,7 +283,7 @@ def class_indices(names: list[str], classes: int | None, where: str) -> dict[str
 def _decoded(files: list[Path], preprocess: Preprocess) -> Long[tuple[Tensor, set[int]]]:
     """Pixels of all readable files, and the places of the others. In threads: Pillow decodes without the GIL."""
     crop = preprocess.crop or 224
-    pixels = _store((len(files), len(preprocess.mean), crop, crop))
+    pixels = room((len(files), len(preprocess.mean), crop, crop))
     unreadable: set[int] = set()
 
     def decode(path: Path) -> Tensor | None:
@@ -321,13 +321,13 @@ def _check_unreadable(files: list[Path], unreadable: set[int]) -> None:
         )
 
 
-def _store(shape: tuple[int, ...]) -> Tensor:
-    """Room for decoded pixels: memory, or a scratch file that vanishes with the process where memory is short."""
+def room(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Room for much: memory, or a scratch file that vanishes with the process where memory is short."""
     size = int(np.prod(shape))
-    if size <= MEMORY_SHARE * free_memory():
-        return torch.empty(shape, dtype=torch.uint8)
-    with tempfile.NamedTemporaryFile(prefix="starfish-pixels-") as scratch:
-        return torch.from_file(scratch.name, shared=True, size=size, dtype=torch.uint8).view(shape)
+    if size * dtype.itemsize <= MEMORY_SHARE * free_memory():
+        return torch.empty(shape, dtype=dtype)
+    with tempfile.NamedTemporaryFile(prefix="starfish-") as scratch:
+        return torch.from_file(scratch.name, shared=True, size=size, dtype=dtype).view(shape)
 
 
 def free_memory() -> int:
@@ -419,7 +419,7 @@ def _fitted(images: Tensor, preprocess: Preprocess) -> Long[Tensor]:
             f"the images are {tuple(images.shape[1:])} and the model's crop is {preprocess.crop}",
             "only pictures of 1 or 3 channels are resized: store them in the model's size",
         )
-    out = _store((len(images), images.shape[1], preprocess.crop, preprocess.crop))
+    out = room((len(images), images.shape[1], preprocess.crop, preprocess.crop))
     for place, image in enumerate(images):
         out[place] = preprocess.pixels(F.to_pil_image(image))
         yield {"stage": "resize", "done": place + 1, "total": len(images)}

@@ -200,7 +200,7 @@ def _chain(job: Job, method: Method | Sequence[Method]) -> dict[str, Method]:
         name = name_of(one)
         if name in chain:
             raise UserError(f"the chain has the method `{name}` twice", "each can run once")
-        if chain and one.masked():
+        if chain and one.starts_over():
             raise UserError(
                 f"`{name}` starts from the dense weights, so what {listed(list(chain))} did would be lost",
                 "put it first",
@@ -216,6 +216,11 @@ def check_method(method: Method, job: Job) -> Method:
         raise UserError(
             f"the method `{name_of(method)}` needs labels and the images have none",
             "give a folder with one sub-folder a class, or use a method without labels such as starfish",
+        )
+    if "shapes" in needs and is_smaller(job.model, job.dense):
+        raise UserError(
+            f"the method `{name_of(method)}` compares weights with the dense model's, and this model is smaller",
+            "heal it with starfish, or give masks and the dense model: --masks",
         )
     if "batchnorm" in needs and not batchnorms(job.model):
         raise UserError(f"the method `{name_of(method)}` needs BatchNorm layers and the model has none")

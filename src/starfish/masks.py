@@ -58,6 +58,15 @@ def apply_(model: nn.Module, masks: Masks) -> None:
             parameter.masked_fill_(~mask.to(parameter.device), 0)
 
 
+@torch.no_grad()
+def restart_(model: nn.Module, dense: nn.Module, names: Iterable[str], masks: Masks) -> None:
+    """Give these tensors the dense model's values again, with the zeros of their masks."""
+    state, values, names = model.state_dict(), dense.state_dict(), set(names)
+    for name in names:
+        state[name].copy_(values[name])
+    apply_(model, {name: masks[name] for name in names & masks.keys()})
+
+
 def zeros_intact(model: nn.Module, masks: Masks) -> bool:
     """Is every pruned entry exactly zero?"""
     for name, mask in masks.items():

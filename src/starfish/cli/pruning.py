@@ -83,17 +83,23 @@ def prune(
 
 
 def _pattern_of(pruner: str, pattern: str | None, known: dict[str, Pruner]) -> str | None:
-    """The pattern as a setting of the pruner; those without such a setting make the structured one, and only they."""
+    """The pattern as a setting of the pruner; None where it makes but one, which is then the one that was asked for."""
     from starfish.settings import names_of
 
-    fixed = {name for name in known if "pattern" not in names_of(known[name])}
-    if pattern is not None and (pattern == "structured") != (pruner in fixed):
-        others = fixed if pattern == "structured" else known.keys() - fixed
+    has_choice = "pattern" in names_of(known[pruner])
+    if pattern is not None and not _makes(known[pruner], pattern, has_choice):
+        able = [name for name, one in known.items() if _makes(one, pattern, "pattern" in names_of(one))]
         raise UserError(
             f"the pruner `{pruner}` does not make the pattern `{pattern}`",
-            f"leave out --pruner or --pattern; this pattern is made by {listed(sorted(others))}",
+            f"leave out --pruner or --pattern; this pattern is made by {listed(sorted(able), 20)}",
         )
-    return None if pruner in fixed else pattern
+    return pattern if has_choice else None
+
+
+def _makes(pruner: Pruner, pattern: str, has_choice: bool) -> bool:
+    if pattern == "structured" or pruner.structured():
+        return pattern == "structured" and pruner.structured()
+    return has_choice or pattern == "unstructured"
 
 
 def _suffix(path: Path, suffix: str) -> None:

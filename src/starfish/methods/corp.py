@@ -15,7 +15,7 @@ from torch import Tensor
 
 from starfish.core import Job, Method, Row, Unit
 from starfish.data import spread
-from starfish.masks import apply_
+from starfish.masks import apply_, restart_
 from starfish.methods.folds import ColumnFold, Fold, QueryKeyFold
 from starfish.patterns import gone
 from starfish.statistics import Moments, QueryKeys, audible, gathering, path_of, taps_of
@@ -41,6 +41,9 @@ class Corp(Method):
         return frozenset({"units"})
 
     def masked(self) -> bool:
+        return True
+
+    def starts_over(self) -> bool:
         return True
 
     def also_changes(self, job: Job) -> frozenset[str]:
@@ -142,10 +145,5 @@ def _pruned(job: Job) -> list[tuple[Unit, Tensor]]:
     return [(unit, dead) for unit, dead in found if dead.any() and not dead.all()]
 
 
-@torch.no_grad()
 def _start_over_(job: Job, folds: Sequence[Fold]) -> None:
-    dense, model = job.dense.state_dict(), job.model.state_dict()
-    names = {name for fold in folds for name in fold.tensors()}
-    for name in names:
-        model[name].copy_(dense[name])
-    apply_(job.model, {name: job.masks[name] for name in names & job.masks.keys()})
+    restart_(job.model, job.dense, {name for fold in folds for name in fold.tensors()}, job.masks)

@@ -38,6 +38,9 @@ class Structured(Pruner):
         wanted = {self.criterion, self.qk_criterion}
         return frozenset({"images"} if wanted & NEEDS_IMAGES or self.budget in IMAGE_BUDGETS else ())
 
+    def structured(self) -> bool:
+        return True
+
     def sees_channels(self) -> bool:
         return not self.scope or "channels" in self.scope
 
