@@ -26,7 +26,7 @@ def rows_of(dense: nn.Module, anatomy: Anatomy, name: str) -> dict[str, slice]:
 
 
 def select(scores: Mapping[str, Tensor], sparsity: float, pattern: str, per: str, anatomy: Anatomy) -> Masks:
-    """What stays of these weights: the largest scores, compared within a layer, a row or all of them; or N of every M."""
+    """What stays of these weights: the largest scores of a layer, of a row or of all of them, or N of every M."""
     if pattern != UNSTRUCTURED:
         return _grouped(scores, *n_of_m(pattern), anatomy)
     if per == "global":
