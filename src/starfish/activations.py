@@ -10,7 +10,9 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from starfish.core import Layout
@@ -126,6 +128,59 @@ class Taps:
             self.out_of[name] = _tensor(name, output)
 
         return module.register_forward_hook(keep)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One multiplication by a weight: what it was multiplied with and, of a convolution, how its kernel moved."""
+
+    name: str
+    x: Tensor
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] | str = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+
+
+class Products(TorchFunctionMode):
+    """Tells of every multiplication by one of these weights, whichever module does it and however it pads before."""
+
+    def __init__(self, weights: Mapping[str, Tensor], see: Callable[[Product], object]) -> None:
+        super().__init__()
+        self._names = {id(weight): name for name, weight in weights.items()}
+        self._see = see
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _MULTIPLY:
+            given = dict(zip(_MULTIPLY[function], args, strict=False)) | (kwargs or {})
+            name = self._names.get(id(given["weight"]))
+            if name is not None:
+                self._see(_product(name, given))
+        return function(*args, **(kwargs or {}))
+
+
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_MULTIPLY: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    F.conv1d: _CONVOLUTION,
+    F.conv2d: _CONVOLUTION,
+}  # and what their arguments are called
+
+
+def _product(name: str, given: Mapping[str, Any]) -> Product:
+    kernel = tuple(given["weight"].shape[2:])
+    if not kernel:
+        return Product(name, given["input"])
+    stride, dilation = (_each(given.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
+    padding = given.get("padding", 0)
+    if not isinstance(padding, str):
+        padding = _each(padding, len(kernel))
+    return Product(name, given["input"], kernel, stride, padding, dilation, given.get("groups", 1))
+
+
+def _each(side: int | Sequence[int], sides: int) -> tuple[int, ...]:
+    return (side,) * sides if isinstance(side, int) else tuple(side)
 
 
 def _tensor(name: str, output: Any) -> Tensor:

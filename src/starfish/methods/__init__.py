@@ -12,6 +12,8 @@ from starfish.masks import sparsity
 from starfish.methods.align import OBJECTIVES, Starfish
 from starfish.methods.batchnorm import BatchNorm
 from starfish.methods.corp import Corp, foldable, share_gone
+from starfish.methods.fisher import Cbs, Chita, Falcon, WoodFisher
+from starfish.methods.least_squares import LeastSquares, SparseGPT
 
 PAPER = Starfish(lr=6e-4, optimizer="adamw", view="raw", head=0.0, augment="none", epochs=10)
 """The loop of the paper, in which it compares objectives."""
@@ -23,6 +25,12 @@ METHODS: dict[str, Method] = {
     "ce": replace(PAPER, objective="ce"),
     "starfish+kl": replace(PAPER, objective="cosine+kl"),
     "corp": Corp(),
+    "least_squares": LeastSquares(),
+    "sparsegpt": SparseGPT(),
+    "woodfisher": WoodFisher(),
+    "cbs": Cbs(),
+    "chita": Chita(),
+    "falcon": Falcon(),
     "batchnorm": BatchNorm(),
 }
 

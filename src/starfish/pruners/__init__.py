@@ -11,12 +11,25 @@ from starfish.core import Images, Masks, Pruner
 from starfish.data import as_images
 from starfish.devices import to_device
 from starfish.errors import UserError
+from starfish.pruners.cbs import ByCbs
+from starfish.pruners.chita import ByChita
+from starfish.pruners.falcon import ByFalcon
 from starfish.pruners.magnitude import Magnitude
+from starfish.pruners.obs import ByObs, BySparseGPT
 from starfish.pruners.structured import Structured
+from starfish.pruners.wanda import Wanda
+from starfish.pruners.woodfisher import ByWoodFisher
 
 PRUNERS: dict[str, Pruner] = {
     "magnitude": Magnitude(),
     "structured": Structured(),
+    "wanda": Wanda(),
+    "sparsegpt": BySparseGPT(),
+    "obs": ByObs(),
+    "woodfisher": ByWoodFisher(),
+    "cbs": ByCbs(),
+    "chita": ByChita(),
+    "falcon": ByFalcon(),
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from starfish.core import Anatomy, Masks
+from starfish.core import Anatomy, Images, Masks
 from starfish.errors import UserError
 from starfish.scopes import default_scope, scope
 
@@ -18,6 +18,12 @@ UNSTRUCTURED = "unstructured"
 def check_sparsity(sparsity: float) -> None:
     if not 0 < sparsity < 1:
         raise UserError(f"the sparsity is {sparsity}", "give the fraction to remove, between 0 and 1")
+
+
+def given(images: Images | None) -> Images:
+    """Pruners that look at data are never asked without."""
+    assert images is not None
+    return images
 
 
 def rows_of(dense: nn.Module, anatomy: Anatomy, name: str) -> dict[str, slice]:

@@ -1,0 +1,138 @@
+"""Closed forms for a fixed mask, layer by layer: restricted least squares and SparseGPT's update (methods.md 4).
+
+G groups, O rows and I columns of a weight as a matrix; see grams.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from starfish.core import Job, Method, Row
+from starfish.data import spread
+from starfish.errors import UserError
+from starfish.grams import Gram, Inputs, Sweep, as_matrix, as_weight, groups_of
+from starfish.masks import restart_
+from starfish.methods.solves import damped, errors, restricted, sparsegpt, upper
+
+ROWS = 1024  # of a layer at a time
+TINY = 1e-300
+
+
+@dataclass(frozen=True)
+class LeastSquares(Method):
+    """Give each layer's surviving weights the least squared error of what it puts out (OBS, all weights at once)."""
+
+    inputs: Inputs = "layer"  # what layers read: as in the dense model, or behind the blocks, or layers, healed before
+    damp: float = 0.01  # of the mean diagonal of the Gram matrix
+    images: int = 512  # of which statistics are taken, spread over all there are; 0: all
+    memory_gb: float = 1.0  # of Gram matrices at a time; what needs more takes another pass over the images
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"shapes"})
+
+    def masked(self) -> bool:
+        return True
+
+    def starts_over(self) -> bool:
+        return True
+
+    def fit(self, job: Job) -> Iterator[Row]:
+        yield from _layer_by_layer(job, self, _restricted, cross=True)
+
+
+@dataclass(frozen=True)
+class SparseGPT(Method):
+    """Pass over the columns of every layer, the weights to the right making up for those that go (SparseGPT)."""
+
+    inputs: Inputs = "block"  # what layers read: as in the dense model, or behind the blocks, or layers, healed before
+    damp: float = 0.01  # of the mean diagonal of the Gram matrix
+    block: int = 128  # columns whose corrections are applied at a time
+    images: int = 512  # of which statistics are taken, spread over all there are; 0: all
+    memory_gb: float = 1.0  # of Gram matrices at a time; what needs more takes another pass over the images
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"shapes"})
+
+    def masked(self) -> bool:
+        return True
+
+    def starts_over(self) -> bool:
+        return True
+
+    def fit(self, job: Job) -> Iterator[Row]:
+        yield from _layer_by_layer(job, self, lambda H_II: partial(_swept, upper(H_II), self.block), cross=False)
+
+
+Solver = Callable[[Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
+"""H_II, damped → a function of (W_OI dense, B_OI, mask_OI) that gives new rows, of small w H wᵀ − 2 w·b."""
+
+
+def _restricted(H_II: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda W_OI, B_OI, mask_OI: restricted(H_II, B_OI, mask_OI, W_OI)
+
+
+def _swept(U_II: Tensor, block: int, W_OI: Tensor, B_OI: Tensor, mask_OI: Tensor) -> Tensor:
+    """Towards what the dense weights would make of the same inputs, so that B is not looked at."""
+    return sparsegpt(W_OI, U_II, lambda part, _, __: mask_OI[:, part], block=block)[0]
+
+
+def _layer_by_layer(job: Job, method: LeastSquares | SparseGPT, solver: Solver, *, cross: bool) -> Iterator[Row]:
+    """One row a stage: `before` and `after` are the error as a share of what the layer puts out, as damped.
+
+    With `cross` it is the error to what the dense layer puts out in the dense model, which layers without zeros, too,
+    can make smaller; else to what it would put out where it stands.
+    """
+    if method.damp < 0:
+        raise UserError(f"`damp` is {method.damp}", "give 0 or more")
+    sequential = method.inputs != "dense"
+    weights = {name: mask for name, mask in job.masks.items() if mask.ndim > 1}
+    pruned = [name for name, mask in weights.items() if not bool(mask.all())]
+    names = [*weights] if pruned and sequential and cross else pruned
+    sweep = Sweep(
+        job.dense, job.anatomy, spread(job.images, method.images), names,
+        student=job.model if sequential else None, cross=cross, by_block=method.inputs == "block",
+        memory_gb=method.memory_gb, cache=job.cache,
+    )  # fmt: skip
+    stages, done = sweep.stages(), int(job.state.get("step", 0))
+    if not done:
+        restart_(job.model, job.dense, names, job.masks)
+    for step in range(done, len(stages)):
+        grams = yield from sweep.grams(stages[step:])
+        found = torch.stack([_solve_(job, gram, solver, method.damp) for gram in grams.values()]).mean(0)
+        job.state["step"] = step + 1
+        yield {"step": step + 1, "steps": len(stages), "layer": ", ".join(stages[step]),
+               "before": float(found[0]), "after": float(found[1])}  # fmt: skip
+
+
+@torch.no_grad()
+def _solve_(job: Job, gram: Gram, solver: Solver, damp: float) -> Tensor:
+    """Write one layer's new weights; its error before and after."""
+    weight, groups = job.model.get_parameter(gram.name), groups_of(job.dense, gram.name)
+    W_GOI = as_matrix(job.dense.get_parameter(gram.name), groups)
+    mask_GOI = as_matrix(job.masks[gram.name], groups)
+    own_GII = gram.take("own")
+    cross_GII, dense_GII = (gram.take(which) if which in gram.sums else None for which in ("cross", "dense"))
+    new_GOI, total = torch.zeros_like(W_GOI), own_GII.new_zeros(3)
+    for g in range(groups):
+        H_II = damped(own_GII[g], damp)
+        solve = solver(H_II)
+        for rows in (slice(start, start + ROWS) for start in range(0, W_GOI.shape[1], ROWS)):
+            mask_OI = mask_GOI[g, rows].to(H_II.device)
+            W_OI = W_GOI[g, rows].to(H_II) * (own_GII[g].diagonal() > 0)  # what was never read counts for nothing
+            B_OI = constant_OI = W_OI @ H_II
+            if cross_GII is not None and dense_GII is not None:  # the damping draws towards the dense weights
+                ridge_OI = B_OI - W_OI @ own_GII[g]
+                W_OI = W_GOI[g, rows].to(H_II)
+                B_OI, constant_OI = W_OI @ cross_GII[g].mT + ridge_OI, W_OI @ dense_GII[g] + ridge_OI
+            new_OI = solve(W_OI, B_OI, mask_OI) * mask_OI
+            new_GOI[g, rows] = new_OI.to(new_GOI)
+            constant_O = (constant_OI * W_OI).sum(1)
+            pair = [errors(each, H_II, B_OI, constant_O).sum() for each in (W_OI * mask_OI, new_OI)]
+            total += torch.stack([*pair, constant_O.sum()])
+    weight.copy_(as_weight(new_GOI, weight))
+    return (total[:2] / total[2].clamp_min(TINY)).cpu()

@@ -1,0 +1,167 @@
+"""Least squares on a support, the update of SparseGPT and the greedy choice of ExactOBS (methods.md 4).
+
+O rows of a layer, each with its own support, share one Gram matrix H (I × I). The error of a row w is w H wᵀ − 2 w·b
+plus a constant, with b = w_dense H where the layer reads what the dense one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+RETRIES = 6  # each with ten times the damping
+EIGENVALUE_FLOOR = 1e-8  # of the largest
+MEMORY = 2**28  # bytes of the systems that are solved at a time
+SHARED = 8  # rows to a support from which one factorisation serves them all
+DIRECT = 2048  # survivors of a row up to which its system is factorised; above it conjugate gradients are used
+LAZY = 32  # steps of ExactOBS between two updates of its inverses
+TOLERANCE, STEPS = 1e-9, 1000  # of conjugate gradients: least relative residual, most steps
+
+
+def damped(H_II: Tensor, damp: float) -> Tensor:
+    """H + damp · mean(diag H), more where that is not positive definite; inputs that are always zero get a 1."""
+    H_II = (H_II + H_II.mT) / 2
+    diagonal_I = H_II.diagonal()
+    H_II = H_II + torch.diag((diagonal_I == 0).to(H_II))
+    ridge_II = diagonal_I.mean() * torch.eye(len(H_II), dtype=H_II.dtype, device=H_II.device)
+    for attempt in range(RETRIES + 1):
+        found: Tensor = H_II + max(damp, 1e-12 if attempt else 0.0) * 10**attempt * ridge_II
+        if not int(torch.linalg.cholesky_ex(found).info):
+            return found
+    values, vectors = torch.linalg.eigh(H_II)
+    nearest: Tensor = vectors * values.clamp_min(EIGENVALUE_FLOOR * float(values[-1])) @ vectors.mT
+    return nearest
+
+
+def errors(W_OI: Tensor, H_II: Tensor, B_OI: Tensor, constant_O: Tensor) -> Tensor:
+    """Of each row."""
+    return ((W_OI @ H_II - 2 * B_OI) * W_OI).sum(-1) + constant_O
+
+
+def restricted(H_II: Tensor, B_OI: Tensor, mask_OI: Tensor, start_OI: Tensor) -> Tensor:
+    """The rows of least error on their supports; H must be positive definite. Long searches begin at `start_OI`."""
+    found_OI, sizes_O = torch.zeros_like(B_OI), mask_OI.sum(1)
+    supports, which_O = torch.unique(mask_OI, dim=0, return_inverse=True)
+    if SHARED * len(supports) <= len(mask_OI):  # whole rows and columns are gone
+        for place, mask_I in enumerate(supports):
+            S, rows = mask_I.nonzero()[:, 0], (which_O == place).nonzero()
+            factor = torch.linalg.cholesky(H_II[S][:, S])
+            found_OI[rows, S] = torch.cholesky_solve(B_OI[rows, S].mT, factor).mT
+    elif int(sizes_O.max()) > DIRECT:
+        for rows in _slices(len(B_OI), 48 * len(H_II)):
+            found_OI[rows] = conjugate_gradients(H_II, B_OI[rows], mask_OI[rows], start_OI[rows])
+    else:
+        order = sizes_O.argsort()  # rows of like size together, so that little is padded
+        for part in _slices(len(order), 24 * int(sizes_O.max()) ** 2):
+            some = order[part]
+            found_OI[some] = _on_supports(H_II, B_OI[some], mask_OI[some])
+    return found_OI
+
+
+def _slices(count: int, bytes_each: int) -> list[slice]:
+    step = max(1, MEMORY // max(1, bytes_each))
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def _on_supports(H_II: Tensor, B_OI: Tensor, mask_OI: Tensor) -> Tensor:
+    """One system a row, padded with the identity to the size of the largest."""
+    most = int(mask_OI.sum(1).max())
+    index_OS = mask_OI.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    there_OS = mask_OI.gather(1, index_OS)
+    H_OSS = H_II[index_OS[:, :, None], index_OS[:, None, :]]
+    H_OSS = torch.where(there_OS[:, :, None] & there_OS[:, None, :], H_OSS, 0.0) + torch.diag_embed(
+        (~there_OS).double()
+    )
+    b_OS = torch.where(there_OS, B_OI.gather(1, index_OS), 0.0)
+    w_OS = torch.cholesky_solve(b_OS[..., None], torch.linalg.cholesky(H_OSS))[..., 0]
+    return torch.zeros_like(B_OI).scatter_(1, index_OS, w_OS)
+
+
+def conjugate_gradients(H_II: Tensor, B_OI: Tensor, mask_OI: Tensor, start_OI: Tensor) -> Tensor:
+    """All rows at once, preconditioned by the diagonal: memory of a few times the rows, whatever their support."""
+    inverse_I = 1 / H_II.diagonal()
+    w = start_OI * mask_OI
+    rest = (B_OI - w @ H_II) * mask_OI
+    z = rest * inverse_I
+    p, rz = z.clone(), (rest * z).sum(1)
+    goal = TOLERANCE**2 * ((B_OI * mask_OI).square() * inverse_I).sum(1)
+    for _ in range(STEPS):
+        if bool((rz <= goal).all()):
+            break
+        Hp = (p @ H_II) * mask_OI
+        step = torch.where(rz > goal, rz / (p * Hp).sum(1).clamp_min(1e-300), 0.0)[:, None]
+        w += step * p
+        rest -= step * Hp
+        z = rest * inverse_I
+        rz, before = (rest * z).sum(1), rz
+        p = z + (rz / before.clamp_min(1e-300))[:, None] * p
+    return w
+
+
+Choose = Callable[[slice, Tensor, Tensor], Tensor]
+"""(columns, their weights as they are now, their diagonal of U) → what stays of them."""
+
+
+def sparsegpt(
+    W_OI: Tensor, U_II: Tensor, choose: Choose, *, block: int, starts: Sequence[int] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SparseGPT's pass from left to right (4.3): new weights, what stays, and the errors E, with W − W′ = E U.
+
+    What stays is chosen at each of `starts` for the columns up to the next; without them, at each block.
+    """
+    W_OI, columns = W_OI.clone(), len(U_II)
+    kept_OI, E_OI = torch.ones_like(W_OI, dtype=torch.bool), torch.zeros_like(W_OI)
+    bounds = [*(starts or range(0, columns, block)), columns]
+    first = 0
+    while first < columns:
+        last = next(bound for bound in bounds if bound >= min(first + block, columns))  # whole groups
+        for j in range(first, last):
+            if j in bounds:
+                part = slice(j, bounds[bounds.index(j) + 1])
+                kept_OI[:, part] = choose(part, W_OI[:, part], U_II.diagonal()[part])
+            E_OI[:, j] = W_OI[:, j] * ~kept_OI[:, j] / U_II[j, j]
+            W_OI[:, j:last] -= torch.outer(E_OI[:, j], U_II[j, j:last])
+        W_OI[:, last:] -= E_OI[:, first:last] @ U_II[first:last, last:]
+        first = last
+    return W_OI * kept_OI, kept_OI, E_OI
+
+
+def upper(H_II: Tensor) -> Tensor:
+    """U with H⁻¹ = Uᵀ U."""
+    U_II: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H_II)), upper=True)
+    return U_II
+
+
+def greedy(W_OI: Tensor, H_II: Tensor, *, n: int = 0, starts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """ExactOBS (4.2), all rows at once: each step takes from every row the weight that it misses least.
+
+    The order in which weights go and what each of them costs, as O × steps. With `n`, each of the groups of columns
+    that begin at `starts` keeps so many.
+    """
+    rows, columns = torch.arange(len(W_OI), device=W_OI.device), W_OI.shape[1]
+    W_OI, gone = W_OI.clone(), torch.zeros_like(W_OI, dtype=torch.bool)
+    inverse_OII = torch.linalg.inv(H_II).expand(len(W_OI), -1, -1).clone()  # as it was before the last few steps
+    diagonal_OI, taken_OTI = inverse_OII.diagonal(dim1=1, dim2=2).clone(), W_OI.new_zeros(len(W_OI), LAZY, columns)
+    sizes = torch.tensor([*starts[1:], columns]) - torch.tensor(starts) if starts else torch.tensor([columns])
+    group_I = torch.arange(len(sizes)).repeat_interleave(sizes).to(W_OI.device)
+    left = (sizes - n).clamp_min(0).to(W_OI.device).expand(len(W_OI), -1).clone()  # what each group may still lose
+    order, losses = [], []
+    for step in range(int(left[0].sum())):
+        T = step % LAZY
+        if step and not T:  # what the last steps took, in one product: step by step memory would be the limit
+            inverse_OII.baddbmm_(taken_OTI.mT, taken_OTI, alpha=-1)
+        barred = gone | (left == 0)[:, group_I]
+        loss_O, q_O = torch.where(barred, torch.inf, W_OI.square() / diagonal_OI).min(1)
+        recent_OT = taken_OTI[rows, :T, q_O]
+        column_OI = inverse_OII[rows, q_O] - (recent_OT[:, None] @ taken_OTI[:, :T])[:, 0]
+        taken_OTI[:, T] = column_OI / column_OI[rows, q_O].sqrt()[:, None]
+        W_OI -= (W_OI[rows, q_O] / taken_OTI[rows, T, q_O])[:, None] * taken_OTI[:, T]
+        diagonal_OI -= taken_OTI[:, T].square()
+        gone[rows, q_O] = True
+        left[rows, group_I[q_O]] -= 1
+        diagonal_OI[gone] = 1  # of what is gone, and not asked again
+        order.append(q_O)
+        losses.append(loss_O)
+    return torch.stack(order, 1), torch.stack(losses, 1)
