@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from starfish.activations import Product, Products, call
 from starfish.anatomy.attention import narrowable
+from starfish.anatomy.look import evaluating
 from starfish.anatomy.narrow import attentions_
 from starfish.cache import Cache
 from starfish.core import Anatomy, Images, Long, Row
@@ -199,8 +200,7 @@ def _ears(model: nn.Module, names: Mapping[str, Any] | Sequence[str]) -> nn.Modu
 def _listen(
     model: nn.Module, names: Mapping[str, Any] | Sequence[str], inputs: Any, see: Callable[[Product], object]
 ) -> None:
-    model.eval()
-    with Products({name: model.get_parameter(name) for name in names}, see):
+    with evaluating(model), Products({name: model.get_parameter(name) for name in names}, see):
         call(model, inputs)
 
 

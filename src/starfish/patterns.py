@@ -112,7 +112,8 @@ class _Family:
                 f"`{self.unit.block}`: {count} of {self.unit.count} {self.name} are zero in some of their weights only"
                 f" ({where}), so they cannot be cut out"
             )
-        if self.unit.kind == "qk" and len(set(self.by_head)) > 1:
+        unequal = set(self.by_head) - {self.unit.count // self.unit.groups}  # heads that are gone whole stay as zeros
+        if self.unit.kind == "qk" and len(unequal) > 1:
             lost = ", ".join(str(count) for count in self.by_head)
             found.append(f"`{self.unit.block}`: the heads lose unequal numbers of {self.name} ({lost})")
         return found

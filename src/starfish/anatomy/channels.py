@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from starfish import activations
 from starfish.anatomy.layers import is_depthwise, layers_of
-from starfish.anatomy.look import _evaluating, _first
+from starfish.anatomy.look import _first, evaluating
 from starfish.anatomy.narrow import narrow_
 from starfish.core import Layout, Part, Unit
 
@@ -47,7 +47,7 @@ def channel_units(
     net: nn.Module, inputs: Any, blocks: Mapping[str, Layout], roles: Mapping[str, str]
 ) -> tuple[Unit, ...]:
     """Families of channels that convolutions make. `inputs` is a batch of two or more."""
-    with _evaluating(net), torch.no_grad():
+    with evaluating(net), torch.no_grad():
         corner = _corner(net, inputs)
         flow = _Flow(net, _first(corner, 1), blocks)
         runs = _runs(_channels(flow, _fixed(net, roles)))
@@ -314,7 +314,7 @@ def shifts(net: nn.Module, inputs: Any) -> dict[str, tuple[str, int]]:
     """
     tied = _tied(net)
     layers = [layer for layer in layers_of(net) if isinstance(layer.module, LAYERS) and layer.parameter not in tied]
-    with _evaluating(net), torch.no_grad():
+    with evaluating(net), torch.no_grad():
         norms = _own_norms(net, _first(inputs, 2), [layer.path for layer in layers])
     means = {layer: (f"{norm}.running_mean", -1) for layer, norm in norms.items()}
     found = {layer.parameter: (layer.bias, 1) if layer.bias else means.get(layer.path) for layer in layers}

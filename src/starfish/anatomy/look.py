@@ -35,7 +35,7 @@ def look(net: nn.Module, inputs: Any, aligned: list[str], found: list[str]) -> R
 
 
 def _run(net: nn.Module, inputs: Any, aligned: list[str], found: list[str]) -> Run:
-    with _evaluating(net), activations.Recorder(net, list(dict.fromkeys([*aligned, *found]))) as recorder:
+    with evaluating(net), activations.Recorder(net, list(dict.fromkeys([*aligned, *found]))) as recorder:
         with torch.no_grad():
             classes = _classes(net, _first(inputs, 2))
         order = recorder.fired
@@ -54,7 +54,7 @@ def outer_layouts(net: nn.Module, inputs: Any, names: list[str]) -> dict[str, La
     if not names:
         return {}
     shapes = []
-    with _evaluating(net), torch.no_grad(), activations.Recorder(net, names) as recorder:
+    with evaluating(net), torch.no_grad(), activations.Recorder(net, names) as recorder:
         for count in (1, 2):
             activations.call(net, _first(inputs, count))
             shapes.append({name: output.shape for name, output in recorder.take(recorder.fired).items()})
@@ -62,7 +62,8 @@ def outer_layouts(net: nn.Module, inputs: Any, names: list[str]) -> dict[str, La
 
 
 @contextmanager
-def _evaluating(net: nn.Module) -> Iterator[None]:
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """In evaluation mode, each module in its own mode again afterwards."""
     training = {module: module.training for module in net.modules()}
     net.eval()
     try:

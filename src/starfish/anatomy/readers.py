@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from starfish import activations
 from starfish.anatomy.layers import layers_of
-from starfish.anatomy.look import _differentiable, _evaluating, _first
+from starfish.anatomy.look import _differentiable, _first, evaluating
 from starfish.core import Layout
 from starfish.errors import UserError
 
@@ -22,7 +22,7 @@ def next_norms(net: nn.Module, inputs: Any, blocks: Sequence[str]) -> dict[str, 
     norms = [name for name, module in net.named_modules() if _is_norm(module)]
     if not norms:
         return {}
-    with _evaluating(net), torch.no_grad():
+    with evaluating(net), torch.no_grad():
         readers = activations.readers(net, _first(inputs, 2), blocks, norms)
     outside = {block: [norm for norm in readers[block] if not norm.startswith(f"{block}.")] for block in blocks}
     return {block: found[0] for block, found in outside.items() if found}
@@ -34,7 +34,7 @@ def head_positions(net: nn.Module, inputs: Any, last: str, layout: Layout) -> tu
     What the others put out ends there. A head that takes a mean over most positions singles out none.
     """
     weights = [layer.weight for layer in layers_of(net)]
-    with _evaluating(net), _differentiable(weights), torch.enable_grad(), activations.Taps(net, out_of=[last]) as taps:
+    with evaluating(net), _differentiable(weights), torch.enable_grad(), activations.Taps(net, out_of=[last]) as taps:
         try:
             logits = activations.logits(net, _first(inputs, 1))
         except UserError:  # it puts out none

@@ -13,6 +13,7 @@ from starfish.methods.align import OBJECTIVES, Starfish
 from starfish.methods.batchnorm import BatchNorm
 from starfish.methods.corp import Corp, foldable, share_gone
 from starfish.methods.fisher import Cbs, Chita, Falcon, WoodFisher
+from starfish.methods.kwon import Kwon
 from starfish.methods.least_squares import LeastSquares, SparseGPT
 
 PAPER = Starfish(lr=6e-4, optimizer="adamw", view="raw", head=0.0, augment="none", epochs=10)
@@ -31,6 +32,7 @@ METHODS: dict[str, Method] = {
     "cbs": Cbs(),
     "chita": Chita(),
     "falcon": Falcon(),
+    "kwon": Kwon(),
     "batchnorm": BatchNorm(),
 }
 

@@ -11,9 +11,11 @@ from starfish.core import Images, Masks, Pruner
 from starfish.data import as_images
 from starfish.devices import to_device
 from starfish.errors import UserError
+from starfish.pruners.capped import Capped
 from starfish.pruners.cbs import ByCbs
 from starfish.pruners.chita import ByChita
 from starfish.pruners.falcon import ByFalcon
+from starfish.pruners.kwon import ByKwon
 from starfish.pruners.magnitude import Magnitude
 from starfish.pruners.obs import ByObs, BySparseGPT
 from starfish.pruners.structured import Structured
@@ -30,6 +32,8 @@ PRUNERS: dict[str, Pruner] = {
     "cbs": ByCbs(),
     "chita": ByChita(),
     "falcon": ByFalcon(),
+    "kwon": ByKwon(),
+    "snows": Capped(),
 }
 
 
@@ -48,7 +52,7 @@ def check_pruner(pruner: Pruner, images: Images | None) -> None:
     if "labels" in pruner.needs() and images is not None and images.labels is None:
         raise UserError(
             f"the pruner `{name_of(pruner)}` needs labels and the images have none",
-            "give a folder with one sub-folder a class, or use another pruner",
+            "give a folder with one sub-folder a class, or let the dense model label them: --pseudo-labels",
         )
 
 
