@@ -16,6 +16,7 @@ from starfish.core import Masks, Method, Pruner, Result
 from starfish.data import Preprocess, StoredImages
 from starfish.methods.batchnorm import reestimate_
 from starfish.methods.kwon import Kwon
+from starfish.methods.snows import Snows
 from starfish.pruners.magnitude import Magnitude
 from starfish.pruners.structured import Structured
 
@@ -135,6 +136,8 @@ def quick(method: Method) -> Method:
     """A few steps in full precision, where the method has steps."""
     if isinstance(method, starfish.Starfish):
         return replace(method, epochs=3, batch_size=4, precision="fp32", lr=2e-3)
+    if isinstance(method, Snows):
+        return replace(method, batch_size=6, cg_steps=3, look_ahead=3)
     return method
 
 

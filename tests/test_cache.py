@@ -78,3 +78,22 @@ def test_what_cannot_be_read_is_not_there(tmp_path: Path, damage: str) -> None:
     assert cache.read("key") is None
     cache.write("key", {"x": torch.ones(1)})
     assert torch.equal(cache.read("key")["x"], torch.ones(1))  # type: ignore[index]
+
+
+def test_seconds_that_others_have_spent_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first question in vain to the first answer, shared out over all that was missed; one's own are not."""
+    clock = iter([10.0, 10.0, 16.0, 30.0, 31.0])
+    monkeypatch.setattr("starfish.cache.time.monotonic", lambda: next(clock))
+    first = Cache(tmp_path, owner="first")
+    for key in ("a", "b"):
+        assert first.read(key) is None
+    for key in ("a", "b"):
+        first.write(key, {"x": torch.ones(1)})
+    assert first.read("c") is None
+    first.write("c", {"x": torch.ones(1)})
+    again, other = Cache(tmp_path, owner="first"), Cache(tmp_path, owner="other")
+    assert [cache.read("a") is not None for cache in (again, other)] == [True, True]
+    assert (again.shared, other.shared) == (0.0, 3.0)
+    other.read("b")
+    other.read("c")
+    assert other.shared == 7.0

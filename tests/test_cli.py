@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from cases import tiny_vit
-from starfish import cli
+from starfish import cli, methods
 from starfish.cli import demo
 
 MODEL = "timm/vit_tiny_patch16_224?img_size=32&patch_size=8&embed_dim=24&depth=2&num_heads=3&num_classes=5"
@@ -381,3 +382,106 @@ def test_refusals_of_prune(words: list[str], complaint: str, here: Path, capsys:
     assert "hint: " in error
     assert "Traceback" not in error
     assert not (here / "masks.safetensors").exists()
+
+
+COMPARE = ["compare", MODEL, "--checkpoint", "dense.safetensors", "--masks", "masks.safetensors", "--images", "photos",
+           "--eval", "labelled", *QUICK]  # fmt: skip
+
+
+def test_compare(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of three methods, one a chain, as JSON and as text; a method more with --resume; pictures beside it."""
+    pruned(capsys, *STRUCTURED)
+    words = [*COMPARE, "-o", "c", "--limit", "20"]
+    found = answer(capsys, *words, "--methods", "starfish,corp/starfish,kl")
+    rows = {row["method"]: row for row in found["rows"]}
+    assert list(rows) == ["dense", "mask", "starfish", "corp/starfish", "kl"]
+    healed = answer(capsys, *HEAL, "--masks", "masks.safetensors", "--eval", "labelled", "-o", "run", "--limit", "20",
+                    "--method", "corp,starfish")  # fmt: skip
+    assert rows["corp/starfish"]["accuracy"] == healed["accuracy"]
+    assert rows["corp/starfish"]["fidelity"]["kl"] == pytest.approx(healed["fidelity"]["kl"], rel=1e-5)
+    assert starfish(*words, "--methods", "mse") == 2
+    assert "already holds a comparison" in capsys.readouterr().err
+    assert starfish(*words, "--methods", "kl,mse", "--resume") == 0
+    captured = capsys.readouterr()
+    assert "1 of 2: kl, seed 0\n2 of 2: mse, seed 0\n" in captured.err
+    assert re.search(r"corp/starfish +\d+\.\d\d +\d+\.\d\d +\d\.\d{4} +\d\.\d{4} +\d+\.\d( \*)? +\d+\n", captured.out)
+    assert {path.name for path in (here / "c").iterdir()} == {
+        "compare.json", "compare.md", "compare.csv", "compare.png", "compare.svg", "runs", "cache"}  # fmt: skip
+    assert not list((here / "c").rglob("model.safetensors"))
+    command = json.loads((here / "c" / "compare.json").read_text())["command"]
+    assert command[0] == "compare"
+    assert "--resume" not in command
+
+
+def test_compare_by_default_takes_all_that_can_run(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lacks something is named with its reason; a method whose setting is wrong is not quietly left out."""
+    pruned(capsys, "--scope", "qk")
+    words = [*COMPARE, "-o", "c", "--set", "epochs=1"]
+    assert starfish(*words, "--set", "granularity=pixel") == 2
+    assert "`granularity` is `pixel`" in capsys.readouterr().err
+    assert starfish(*words, "--limit", "4", "--seeds", "0,two") == 2
+    assert "the seeds are `0,two`" in capsys.readouterr().err
+    assert not (here / "c").exists()
+    few = {name: methods.METHODS[name] for name in ("ce", "kl", "batchnorm")}
+    monkeypatch.setattr(methods, "METHODS", few)
+    found = answer(capsys, *words)
+    assert [row["method"] for row in found["rows"]] == ["dense", "mask", "kl"]
+    assert found["left_out"].keys() == {"ce", "batchnorm"}
+    assert "needs labels" in found["left_out"]["ce"]
+
+
+def test_compare_refuses_all_that_cannot_run_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is written: each by name, with --pseudo-labels as a way out."""
+    pruned(capsys)
+    assert starfish(*COMPARE, "-o", "c", "--methods", "ce,batchnorm,kl") == 2
+    error = capsys.readouterr().err
+    for text in ("2 of the methods", "`ce` needs labels", "`batchnorm` needs BatchNorm", "--pseudo-labels"):
+        assert text in error
+    assert not (here / "c").exists()
+
+
+def test_pseudo_labels(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Methods that need labels run on the dense model's answers, and every file says so; given labels are kept."""
+    pruned(capsys)
+    words = [*HEAL, "--masks", "masks.safetensors", "-o", "run", "--method", "ce"]
+    result = answer(capsys, *words, "--pseudo-labels")
+    assert result["labels"] == "model"
+    assert result["loss"]["last"] < result["loss"]["first"]
+    assert json.loads((here / "run" / "config.json").read_text())["starfish"]["labels"] == "model"
+    assert starfish(*words[:-2], "--resume") == 2  # without them it is another run
+    given = [*words[: words.index("photos")], "labelled", *words[words.index("photos") + 1 :]]
+    given[given.index("run")] = "given"
+    assert answer(capsys, *given)["labels"] == "given"
+    assert starfish(*given, "--resume", "--pseudo-labels") == 2
+    assert "labels of their own" in capsys.readouterr().err
+    found = answer(capsys, *COMPARE, "-o", "c", "--methods", "ce", "--pseudo-labels", "--set", "epochs=1")
+    assert found["labels"] == "model"
+    assert found["rows"][-1]["accuracy"]["healed"] is not None
+    facts = answer(capsys, "prune", MODEL, "--checkpoint", "dense.safetensors", "-o", "m.safetensors", "--images",
+                   "photos", "--pseudo-labels")  # fmt: skip
+    assert facts["labels"] == "model"
+    assert starfish("prune", MODEL, "--checkpoint", "dense.safetensors", "-o", "m.safetensors", "--pseudo-labels") == 2
+    assert "--pseudo-labels is for images" in capsys.readouterr().err
+
+
+def test_a_comparison_that_is_told_to_stop(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in its second method: exit 130, and with --resume the figures of one that went through."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    pruned(capsys)
+    words = [sys.executable, "-m", "starfish", *COMPARE, "--methods", "mse,kl", "--set", "epochs=8"]
+    rows = here / "c" / "runs" / "kl" / "seed-0" / "rows.jsonl"
+    with subprocess.Popen([*words, "-o", "c"], stderr=subprocess.PIPE, text=True) as process:
+        while not rows.exists() or not rows.read_text():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        talk = process.stderr.read()
+        assert process.wait() == 130, talk
+    found = [answer(capsys, *words[3:], "-o", folder, *more) for folder, more in (("c", ["--resume"]), ("whole", []))]
+    figures = [[(row["accuracy"], row["fidelity"]) for row in each["rows"]] for each in found]
+    assert figures[0] == figures[1]

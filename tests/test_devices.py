@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 
 from starfish import devices
-from starfish.devices import autocast, choose_device, choose_precision, to_device
+from starfish.devices import (
+    autocast,
+    choose_device,
+    choose_precision,
+    forget_peak,
+    keep_freed_memory,
+    peak_rss_mb,
+    to_device,
+)
 from starfish.errors import UserError
 
 CPU = torch.device("cpu")
@@ -81,3 +90,31 @@ def test_freed_memory_is_kept_where_the_library_can() -> None:
     code = "from starfish.devices import keep_freed_memory; import platform; "
     code += "assert keep_freed_memory() == (platform.libc_ver()[0] == 'glibc')"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot forget")
+def test_the_peak_of_memory_is_forgotten() -> None:
+    """Afterwards it is that of what came since, and what malloc had kept has gone back."""
+    keep_freed_memory()
+    held = torch.ones(300 * 2**18)
+    before = peak_rss_mb()
+    del held
+    assert peak_rss_mb() == pytest.approx(before, abs=20)
+    assert forget_peak()
+    after = peak_rss_mb()
+    assert after < before - 250
+    held = torch.ones(100 * 2**18)
+    assert 80 < peak_rss_mb() - after < 130
+    assert float(held[0]) == 1
+
+
+def test_without_proc_the_peak_is_the_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On systems that are no Linux: a figure all the same, and the truth about what it is."""
+    known = peak_rss_mb()
+
+    def absent(*_: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", absent)
+    assert not forget_peak()
+    assert peak_rss_mb() > 0.5 * known

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from starfish.tables import cost_rows, evaluation_rows, milliseconds, proof, score_rows, speed_rows, stage_rows
+from starfish.tables import (
+    comparison_notes,
+    comparison_rows,
+    cost_rows,
+    evaluation_rows,
+    markdown,
+    milliseconds,
+    proof,
+    score_rows,
+    speed_rows,
+    stage_rows,
+)
 
 
 def result(*, labels: bool, top5: bool = True) -> dict[str, Any]:
@@ -150,3 +161,43 @@ def test_milliseconds_are_readable_at_every_size() -> None:
         "488",
         "1,063",
     ]
+
+
+def compared(**changes: Any) -> dict[str, Any]:
+    """A comparison of the dense model and one method."""
+    perfect = {"agreement": {"healed": 100.0}, "kl": {"healed": 0.0}, "cosine": {"healed": 1.0}}
+    dense = {"method": "dense", "accuracy": {"healed": 91.0}, "fidelity": perfect, "std": None, "peak_rss_mb": None,
+             "seconds": {"alone": 0.0, "shared": 0.0}}  # fmt: skip
+    mine = {**dense, "method": "mine", "accuracy": {"healed": 88.125}, "peak_rss_mb": 812.4,
+            "seconds": {"alone": 12.34, "shared": 0.5}, "std": {"accuracy": 0.25, "kl": 0.001}}  # fmt: skip
+    facts = {"rows": [dense, mine], "seeds": [0], "memory": {"of": "method", "base_mb": 700.0}, "left_out": {},
+             "evaluation": {"images": 500}}  # fmt: skip
+    return {**facts, **changes}
+
+
+def test_a_comparison_has_a_row_a_method() -> None:
+    """Deviations where there are some, a mark where a part was found ready; without labels no accuracy."""
+    head, dense, mine = comparison_rows(compared())
+    assert head == ("method", "top-1, %", "same answer, %", "KL", "cosine", "seconds", "memory, MB")
+    assert dense == ("dense", "91.00", "100.00", "0.0000", "1.0000", "–", "–")
+    assert mine == ("mine", "88.12 ± 0.25", "100.00", "0.0000 ± 0.0010", "1.0000", "12.3 *", "812")
+    rows = [{**row, "accuracy": {"healed": None}} for row in compared()["rows"]]
+    assert [row[1] for row in comparison_rows(compared(rows=rows))] == ["same answer, %", "100.00", "100.00"]
+
+
+def test_a_comparison_says_what_its_figures_mean() -> None:
+    """Seeds, what `*` is, whose the memory is, who was left out and why."""
+    text = "\n".join(comparison_notes(compared(seeds=[0, 1], left_out={"ce": "it needs labels"})))
+    for words in (
+        "500 images; over 2 seeds",
+        "`seconds.shared`",
+        "700 MB were there",
+        "Left out: `ce`: it needs labels.",
+    ):
+        assert words in text
+    process = comparison_notes(compared(memory={"of": "process", "base_mb": None}))
+    assert "cannot tell methods apart" in process[-1]
+
+
+def test_a_table_in_markdown() -> None:
+    assert markdown([("", "a"), ("b", "1")]) == ["|  | a |", "|---|---|", "| b | 1 |"]

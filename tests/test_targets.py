@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from cases import MODELS, tiny_vit
 from starfish import targets as targets_module
 from starfish.anatomy import find
+from starfish.augment import Views
 from starfish.data import as_images
 from starfish.methods.objectives import cosine, cosine_loss, kl_loss
 from starfish.targets import DenseTargets
@@ -166,3 +169,98 @@ def test_bf16_targets_are_close_to_those_in_full_precision(images: Tensor) -> No
     fine = prepared(model, images, "memory").read(INDICES, None)[0]
     difference = max(float((1 - cosine(rough[name], fine[name])).max()) for name in fine)
     assert 1e-7 < difference < 1e-2
+
+
+def passes(made: DenseTargets, **wanted: Any) -> int:
+    """Over the images, to prepare this."""
+    rows = list(made.prepare(**{"modules": (), "logits": False, "precision": "fp32", **wanted}))
+    return sum(row["done"] == row["total"] for row in rows)
+
+
+def test_only_what_is_missing_is_filled(images: Tensor) -> None:
+    """What was held stays beside it, and each asks for its own."""
+    made = targets(tiny_vit(), images, "memory")
+    assert passes(made, modules=("blocks.1",)) == 1
+    assert passes(made, logits=True) == 1
+    assert passes(made, modules=("blocks.0", "blocks.1")) == 1
+    assert passes(made, modules=("blocks.1", "blocks.0"), logits=True) == 0
+    expected = prepared(tiny_vit(), images, "memory").read(INDICES, None)
+    found = made.read(INDICES, None)
+    assert list(found[0]) == ["blocks.1", "blocks.0"]
+    assert all(torch.equal(found[0][name], block) for name, block in expected[0].items())
+    assert found[1] is not None
+    assert torch.equal(found[1], expected[1])  # type: ignore[arg-type]
+
+
+def test_equal_views_and_equal_cuts_share(images: Tensor) -> None:
+    """Views of the same images, made by the same rule, are one; by another, or cut otherwise, they are not."""
+    made = targets(tiny_vit(), images, "memory")
+
+    def views(seed: int) -> DenseTargets:
+        return made.of(Views(made.images, "flip:1", 2, seed))
+
+    stays = torch.arange(24) < 20
+    assert passes(views(1), modules=("blocks.0",)) == 1
+    assert passes(views(1), modules=("blocks.0",)) == 0
+    assert passes(views(2), modules=("blocks.0",)) == 1
+    assert passes(made.narrowed({"blocks.0": stays}), modules=("blocks.0",)) == 1
+    assert passes(made.narrowed({"blocks.0": stays.clone()}), modules=("blocks.0",)) == 0
+    assert passes(made.narrowed({"blocks.0": ~stays}), modules=("blocks.0",)) == 1
+    assert passes(made.of(as_images(images.clone())), modules=("blocks.0",)) == 1
+
+
+def test_another_precision_lets_go_of_all(images: Tensor) -> None:
+    """Of other images too; coming back to the first fills it again."""
+    made = targets(tiny_vit(), images, "memory")
+    other = made.of(as_images(images[:6]))
+    assert passes(other, modules=("blocks.0",)) == 1
+    assert passes(made, modules=("blocks.0",)) == 1
+    assert made.held_mb() == 0
+    made.begin_run()
+    assert made.held_mb() == pytest.approx((12 + 6) * 17 * 24 * 2 / 2**20)
+    assert passes(made, logits=True, precision="bf16") == 1
+    assert made.held_mb() == 0
+    assert passes(made, modules=("blocks.0",)) == 1
+
+
+def test_where_there_is_no_room_others_are_let_go(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room that lies under what others asked for is room; what is asked for now stays."""
+    made = targets(tiny_vit(), images, "auto")
+    block = 17 * 24 * 2 * 12
+    monkeypatch.setattr(targets_module, "free_memory", lambda: block / 0.4)
+    other = made.of(as_images(images.clone()))
+    assert passes(other, modules=("blocks.0",)) == 1
+    monkeypatch.setattr(targets_module, "free_memory", lambda: 1.6 * block)
+    assert passes(made, modules=("blocks.1",)) == 1
+    assert made.where == "memory"
+    made.begin_run()
+    assert made.held_mb() == pytest.approx(block / 2**20)
+    monkeypatch.setattr(targets_module, "free_memory", lambda: 0)
+    assert passes(made, modules=("blocks.0", "blocks.1")) == 0
+    assert made.where == "recompute"
+    assert passes(made, modules=("blocks.1",)) == 0
+    assert made.where == "memory"
+
+
+def test_seconds_of_others_are_told_once(images: Tensor) -> None:
+    """A run that finds what another has filled knows its seconds, of one pass however often it asks."""
+    made = targets(tiny_vit(), images, "memory")
+    passes(made, modules=("blocks.0", "blocks.1"), logits=True)
+    assert made.shared_seconds() == 0
+    made.begin_run()
+    for _ in range(2):
+        passes(made, modules=("blocks.1",), logits=True)
+    assert made.shared_seconds() == made._own.seconds["blocks.1"] > 0
+
+
+def test_memory_goes_with_the_targets(images: Tensor) -> None:
+    """At once, and not when Python next looks for circles."""
+    gc.disable()
+    try:
+        made = prepared(tiny_vit(), images, "memory")
+        held = weakref.ref(made.of(as_images(images.clone()))._own)
+        assert held() is not None
+        del made
+        assert held() is None
+    finally:
+        gc.enable()

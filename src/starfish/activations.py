@@ -222,7 +222,7 @@ def readers(model: nn.Module, inputs: Any, outputs: Sequence[str], modules: Sequ
         def compare(_module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             given = next((value for value in (*positional, *keywords.values()) if isinstance(value, Tensor)), None)
             for source, (tensor, version) in held.items():
-                if given is not None and _is_same(given, tensor) and tensor._version == version:
+                if given is not None and is_same(given, tensor) and tensor._version == version:
                     found[source].append(name)
 
         return compare
@@ -236,7 +236,7 @@ def readers(model: nn.Module, inputs: Any, outputs: Sequence[str], modules: Sequ
     return found
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def is_same(one: Tensor, other: Tensor) -> bool:
     """The same object, or two that lie in the same memory in the same way; meta tensors lie nowhere."""
     return one is other or (one.data_ptr() != 0 and _place(one) == _place(other))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,11 @@ class Cache:
     """A folder of tensors, each file named by a hash of all that its content depends on."""
 
     folder: Path
+    owner: str = ""  # who writes, so that what others have spent is known: a run's name
+    shared: float = 0.0  # seconds that others have spent on what was found here
+    _missed: int = 0  # asked for in vain since `_clock`
+    _clock: float | None = None  # when the gathering of what was missed began
+    _each: float = 0.0  # its seconds, shared out evenly
     _seen: tuple[Images, str] | None = field(default=None, repr=False)  # hashing images takes a second or two
 
     def keys(self, model: nn.Module, images: Images, facts: Sequence[str]) -> list[str]:
@@ -35,12 +42,22 @@ class Cache:
     def read(self, key: str) -> dict[str, Tensor] | None:
         """What was kept under this key; None where there is nothing, or nothing that can be read."""
         try:
-            return read_safetensors(self._path(key))[0]
+            tensors, metadata = read_safetensors(self._path(key))
         except UserError:
+            self._missed = 1 if self._clock is None else self._missed + 1
+            self._clock = time.monotonic()
             return None
+        made = json.loads(metadata.get("starfish", "{}"))
+        if made.get("owner") != self.owner:
+            self.shared += made.get("seconds", 0.0)
+        return tensors
 
     def write(self, key: str, tensors: dict[str, Tensor]) -> None:
-        write_tensors(self._path(key), tensors)
+        """Keep this, and what it took: the time since it was asked for in vain, as a share of all that was."""
+        if self._clock is not None:
+            self._each, self._clock = (time.monotonic() - self._clock) / self._missed, None
+        made = json.dumps({"owner": self.owner, "seconds": self._each})
+        write_tensors(self._path(key), tensors, {"starfish": made})
 
     def _path(self, key: str) -> Path:
         return self.folder / f"statistics-{key}.safetensors"

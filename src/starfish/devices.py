@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import resource
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -76,3 +79,37 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError, TypeError):  # another C library
         return False
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))
+
+
+def peak_rss_mb() -> float:
+    """The most memory this process has held so far, or since `forget_peak`."""
+    found = _status("VmHWM")
+    if found is not None:
+        return found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def forget_peak() -> bool:
+    """Give freed memory back and begin to count anew what is held at most; false where the system cannot (not Linux).
+
+    What malloc keeps of earlier work would count as memory of what comes next.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # resets the high-water mark: proc(5)
+    except (OSError, AttributeError, TypeError):
+        return False
+    return _status("VmHWM") is not None
+
+
+def _status(key: str) -> float | None:
+    """Megabytes, from what Linux says of this process."""
+    try:
+        with open("/proc/self/status") as lines:
+            facts = dict(line.split(":", 1) for line in lines)
+        return int(facts[key].split()[0]) / 2**10
+    except (OSError, KeyError):
+        return None

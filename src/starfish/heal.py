@@ -20,14 +20,14 @@ from starfish.anatomy import find, unwrap
 from starfish.cache import Cache
 from starfish.core import Anatomy, Images, Job, Long, Masks, Method, Result, Row, finish
 from starfish.data import as_images
-from starfish.devices import to_device
+from starfish.devices import peak_rss_mb, to_device
 from starfish.digests import fingerprints
 from starfish.errors import UserError, listed
 from starfish.methods import METHODS, default_methods, name_of
 from starfish.methods.batchnorm import batchnorms
 from starfish.methods.corp import foldable
 from starfish.patterns import loses_channels
-from starfish.runs import Run, peak_rss_mb, versions
+from starfish.runs import Run, versions
 from starfish.small import Cut, cut_of, grow_, is_smaller, smaller, smaller_anatomy, smaller_masks
 from starfish.speed import measuring
 from starfish.targets import DenseTargets
@@ -96,21 +96,40 @@ def _anatomy_of_smaller(model: nn.Module, dense: nn.Module, anatomy: Anatomy, in
     return replace(anatomy, units=(), tail=tail)
 
 
-def healing_(job: Job, method: Method | Sequence[Method], evaluation: Images, run: Run | None = None) -> Long[Result]:
-    """`heal_`, row by row. Closing the generator between two rows saves what `run` needs to resume."""
-    start = time.monotonic()
-    chain = _settled(_chain(job, method), run)
-    proof = _Proof(job, frozenset().union(*(one.also_changes(job) for one in chain.values())))
+@dataclass(frozen=True)
+class Before:
+    """What there is to say before any healing: the same for every method, so that a comparison finds it out once."""
+
+    dense_BK: Tensor  # the dense model's answers
+    pruned: evaluate.Measured
+
+
+def looking(job: Job, evaluation: Images, run: Run | None = None) -> Long[Before]:
     dense_BK = yield from evaluate.predict(job.dense, evaluation, "dense")
-    measured = partial(_measured, job, dense_BK, evaluation, run)
-    before = yield from measured("pruned")
+    return Before(dense_BK, (yield from _measured(job, dense_BK, evaluation, run, "pruned")))
+
+
+def healing_(
+    job: Job, method: Method | Sequence[Method], evaluation: Images, run: Run | None = None,
+    before: Before | None = None,
+) -> Long[Result]:  # fmt: skip
+    """`heal_`, row by row. Closing the generator between two rows saves what `run` needs to resume.
+
+    With `before`, a comparison's, the speed of the model is not measured: no method changes it.
+    """
+    start = time.monotonic()
+    chain = _settled(chain_of(job, method), run)
+    proof = _Proof(job, frozenset().union(*(one.also_changes(job) for one in chain.values())))
+    known = before or (yield from looking(job, evaluation, run))
+    measured = partial(_measured, job, known.dense_BK, evaluation, run)
     cut = cut_of(job.masks, job.anatomy, job.model)
     log = _Log(job, proof.free, run, chain=len(chain) > 1)
     log.restore_()
     stages, after = yield from _stages(job, chain, cut, log, measured)
 
     mask_intact, frozen_intact = proof.check()
-    top = [evaluate.accuracy(dense_BK, evaluation.labels, top=top) for top in (1, 5)]
+    small = smaller(job.model, cut) if cut and before is None else None
+    top = [evaluate.accuracy(known.dense_BK, evaluation.labels, top=top) for top in (1, 5)]
     trained = [stage for stage in stages if stage["loss"]["last"] is not None] or stages
     result = Result(
         method=",".join(chain),
@@ -122,16 +141,17 @@ def healing_(job: Job, method: Method | Sequence[Method], evaluation: Images, ru
         sparsity=masks_module.sparsity(job.masks),
         mask_intact=mask_intact,
         frozen_intact=frozen_intact,
-        **evaluate.scores((top[0], top[1]), before, after, job.anatomy.blocks, len(evaluation)),
+        **evaluate.scores((top[0], top[1]), known.pruned, after, job.anatomy.blocks, len(evaluation)),
         evaluation={"images": len(evaluation), "labels": evaluation.labels is not None,
                     "held_out": evaluation is not job.images},
         loss=trained[-1]["loss"],
-        seconds={**log.seconds, "total": time.monotonic() - start + log.earlier},
-        peak_rss_mb=peak_rss_mb(),
+        seconds={**log.seconds, "total": time.monotonic() - start + log.earlier,
+                 **({"shared": log.shared()} if log.shared() else {})},
+        peak_rss_mb=peak_rss_mb() - _held_mb(job),
         unchanged=proof.unchanged(),
         also_changed=sorted(proof.free),
         cut=cut.counts(),
-        speed=(yield from measuring(job.dense, job.model, smaller(job.model, cut) if cut else None, evaluation)),
+        speed={} if before else (yield from measuring(job.dense, job.model, small, evaluation)),
         versions=versions(),
         rows=log.rows,
     )  # fmt: skip
@@ -193,7 +213,7 @@ def smaller_job(job: Job, cut: Cut) -> Job:
     )
 
 
-def _chain(job: Job, method: Method | Sequence[Method]) -> dict[str, Method]:
+def chain_of(job: Job, method: Method | Sequence[Method]) -> dict[str, Method]:
     """Name → method, ready for this job, in the order in which they run."""
     chain: dict[str, Method] = {}
     for one in [method] if isinstance(method, Method) else method:
@@ -211,26 +231,35 @@ def _chain(job: Job, method: Method | Sequence[Method]) -> dict[str, Method]:
 
 def check_method(method: Method, job: Job) -> Method:
     """The method with every open setting made concrete; refused where a setting or what it needs is missing."""
+    missing = lacks(method, job)
+    if missing is not None:
+        raise missing
+    return method.settle(job)
+
+
+def lacks(method: Method, job: Job) -> UserError | None:
+    """What keeps a method from this job, whatever its settings."""
     needs = method.needs()
     if "labels" in needs and job.images.labels is None:
-        raise UserError(
+        return UserError(
             f"the method `{name_of(method)}` needs labels and the images have none",
-            "give a folder with one sub-folder a class, or use a method without labels such as starfish",
+            "give a folder with one sub-folder a class, take the dense model's answers for labels (--pseudo-labels), or"
+            " use a method without labels such as starfish",
         )
     if "shapes" in needs and is_smaller(job.model, job.dense):
-        raise UserError(
+        return UserError(
             f"the method `{name_of(method)}` compares weights with the dense model's, and this model is smaller",
             "heal it with starfish, or give masks and the dense model: --masks",
         )
     if "batchnorm" in needs and not batchnorms(job.model):
-        raise UserError(f"the method `{name_of(method)}` needs BatchNorm layers and the model has none")
+        return UserError(f"the method `{name_of(method)}` needs BatchNorm layers and the model has none")
     if "units" in needs and not foldable(job):
-        raise UserError(
+        return UserError(
             f"the method `{name_of(method)}` needs masks in which whole neurons, query-key dimensions or channels are"
             " gone, and these have none",
             "`starfish prune --pattern structured` makes such; for other masks use starfish",
         )
-    return method.settle(job)
+    return None
 
 
 def _settled(chain: dict[str, Method], run: Run | None) -> dict[str, Method]:
@@ -261,6 +290,11 @@ def _measured(job: Job, dense_BK: Tensor, evaluation: Images, run: Run | None, s
     if run is not None:
         run.note(stage, asdict(found))
     return found
+
+
+def _held_mb(job: Job) -> float:
+    """Targets that stay in memory for other methods of a comparison are no cost of this one."""
+    return job.targets.held_mb() if isinstance(job.targets, DenseTargets) else 0.0
 
 
 class _Proof:
@@ -305,6 +339,7 @@ class _Log:
     rows: list[Row] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"targets": 0.0, "fit": 0.0})
     earlier: float = 0.0  # seconds of the sessions before this one
+    found: float = 0.0  # of these, what others had spent on what was found ready
     place: int = 0  # of the method at work
     name: str = ""  # of the method at work
     give_back_: Callable[[], None] = lambda: None  # brings `job.model` up to date with what the method works on
@@ -320,6 +355,7 @@ class _Log:
             self.job.state.update(state)
             self.earlier, self.place, self._ends = facts["earlier"], facts["place"], facts["ends"]
             self.seconds.update(facts["seconds"])
+            self.found = facts.get("shared", 0.0)
 
     def begin_stage(self, name: str, give_back_: Callable[[], None]) -> None:
         self.name, self.give_back_ = name, give_back_
@@ -364,8 +400,14 @@ class _Log:
         state = self.job.model.state_dict()
         tensors = {name: state[name] for name in (*self.job.masks, *sorted(self.free))}
         facts = {"seconds": self.seconds, "earlier": time.monotonic() - self._start + self.earlier,
-                 "place": self.place, "ends": self._ends}  # fmt: skip
+                 "place": self.place, "ends": self._ends, "shared": self.shared()}  # fmt: skip
         self.run.save(tensors, self.job.state, facts)
+
+    def shared(self) -> float:
+        """Seconds that other runs had spent on what this one found ready. A resumed run finds some of it once more."""
+        statistics = self.job.cache.shared if self.job.cache else 0.0
+        targets = self.job.targets.shared_seconds() if isinstance(self.job.targets, DenseTargets) else 0.0
+        return max(self.found, statistics + targets)
 
     def spent(self, place: int) -> float:
         """Seconds of one method, its targets included."""

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 import platform
-import resource
-import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +38,17 @@ from starfish.speed import measuring
 CHECKED = 4  # inputs of noise on which a smaller model must answer as the masked one
 SAVE_SHARE = 0.05  # of the time may go into saving
 SAVE_EVERY = 30.0  # seconds at least between two saves
-IDENTITY = ("model", "method", "settings", "preprocess", "blocks", "seed", "limit", "digests")  # of config["starfish"]
+IDENTITY = (
+    "model",
+    "method",
+    "settings",
+    "preprocess",
+    "blocks",
+    "seed",
+    "limit",
+    "labels",
+    "digests",
+)  # of config["starfish"]
 
 
 @dataclass
@@ -48,39 +57,20 @@ class Run:
 
     folder: Path
     config: dict[str, Any]  # config.json; its "starfish" entry identifies the run
+    keeps_model: bool = True  # false: of a finished run only the figures stay
     _rows: int = 0
     _last_save: float = field(default_factory=time.monotonic)
     _save_seconds: float = 0.0
 
     @staticmethod
-    def open(folder: Path, config: dict[str, Any], *, resume: bool) -> Run:
+    def open(folder: Path, config: dict[str, Any], *, resume: bool, keeps_model: bool = True) -> Run:
         """Claim `folder` for this heal; one that holds a run is refused, or with `resume` continued."""
-        run = Run(folder, config)
-        for part in folder.rglob(".*.part") if folder.is_dir() else ():  # of a file that a kill left half written
-            part.unlink()
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"`{folder}` is a file", "give another folder with -o")
-        if (folder / "config.json").exists():
-            if not resume:
-                raise UserError(
-                    f"`{folder}` already holds a run", "go on with --resume, or give another folder with -o"
-                )
-            run._check_same(read_json(folder / "config.json").get("starfish", {}))
-        elif folder.exists() and any(folder.iterdir()):
-            raise UserError(f"`{folder}` is not empty and holds no run", "give another folder with -o")
-        else:
+        before = claimed(folder, "config.json", "run", resume=resume)
+        if before is None:
             write_json(folder / "config.json", config)
-        return run
-
-    def _check_same(self, before: dict[str, Any]) -> None:
-        now = json.loads(json.dumps(self.config["starfish"]))
-        changed = [key for key in IDENTITY if now.get(key) != before.get(key)]
-        if changed:
-            key = changed[0]
-            raise UserError(
-                f"`{self.folder}` holds another run: its `{key}` was {before.get(key)} and is now {now[key]}",
-                "resume with the same arguments, or give another folder with -o",
-            )
+        else:
+            check_same(folder, "run", before.get("starfish", {}), config["starfish"], IDENTITY)
+        return Run(folder, config, keeps_model)
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -140,7 +130,11 @@ class Run:
 
     def finish(self, model: nn.Module, masks: Masks, result: Result) -> None:
         """Write what is left and empty the state."""
-        self.write(model, masks, result.facts())
+        facts = {**result.facts(), "labels": self.config["starfish"].get("labels")}
+        if self.keeps_model:
+            self.write(model, masks, facts)
+        else:
+            write_json(self.folder / "result.json", facts)
         for path in (self.folder / "state").glob("*"):
             path.unlink()
 
@@ -151,6 +145,38 @@ class Run:
             masks_module.write(self.folder / "masks.safetensors", masks)
         write_text(self.folder / "README.md", model_card(facts, self.config))
         write_json(self.folder / "result.json", facts)
+
+
+def claimed(folder: Path, name: str, kind: str, *, resume: bool) -> dict[str, Any] | None:
+    """What the file `name` says of the run or comparison in `folder`, which only `resume` may go on with; None where
+    the folder is free."""
+    for part in folder.rglob(".*.part") if folder.is_dir() else ():  # of a file that a kill left half written
+        part.unlink()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"`{folder}` is a file", "give another folder with -o")
+    if (folder / name).exists():
+        if not resume:
+            raise UserError(f"`{folder}` already holds a {kind}", "go on with --resume, or give another folder with -o")
+        return dict(read_json(folder / name))
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"`{folder}` is not empty and holds no {kind}", "give another folder with -o")
+    return None
+
+
+def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> None:
+    """Refuse to go on with something else; digests are told apart one by one."""
+    now = json.loads(json.dumps(now))
+    for key in keys:
+        was, is_now = before.get(key), now.get(key)
+        if was == is_now:
+            continue
+        if key == "digests" and was and is_now:
+            key = next(part for part in {**was, **is_now} if was.get(part) != is_now.get(part))
+            was, is_now, key = was.get(key), is_now.get(key), f"digests.{key}"
+        raise UserError(
+            f"`{folder}` holds another {kind}: its `{key}` was {was} and is now {is_now}",
+            "resume with the same arguments, or give another folder with -o",
+        )
 
 
 def slimming(folder: Path, output: Path) -> Long[dict[str, Any]]:
@@ -216,12 +242,6 @@ def _checked(small: nn.Module, masked: nn.Module, inputs: Tensor) -> float:
             "they act on others in a way that starfish does not see; nothing was written, the masked run is good",
         )
     return found
-
-
-def peak_rss_mb() -> float:
-    """The most memory this process has held so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
 def versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -40,6 +41,56 @@ def proof(result: dict[str, Any]) -> str:
     free = len(result["also_changed"])
     but = f", but for {free} tensors that the method may change (`also_changed` in result.json)" if free else ""
     return f"every pruned weight is zero, and nothing outside the masks has changed by a bit{but}"
+
+
+def comparison_rows(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A line a method, dense model and plain mask first; the first row has the names.
+
+    With several seeds means, and how far single seeds are from them (standard deviation).
+    """
+    rows = comparison["rows"]
+    labels = any(row["accuracy"]["healed"] is not None for row in rows)
+    head = ["method", *(["top-1, %"] if labels else []), "same answer, %", "KL", "cosine", "seconds", "memory, MB"]
+    return [tuple(head), *(_compared(row, labels) for row in rows)]
+
+
+def _compared(row: dict[str, Any], labels: bool) -> tuple[str, ...]:
+    fidelity, std = row["fidelity"], row["std"] or {}
+    figures = [("accuracy", row["accuracy"]["healed"], 2)] if labels else []
+    figures += [("agreement", fidelity["agreement"]["healed"], 2), ("kl", fidelity["kl"]["healed"], 4),
+                ("cosine", fidelity["cosine"]["healed"], 4)]  # fmt: skip
+    shown = [f"{value:.{digits}f}" + (f" ± {std[name]:.{digits}f}" if name in std else "")
+             for name, value, digits in figures]  # fmt: skip
+    if row["peak_rss_mb"] is None:  # no method
+        return (row["method"], *shown, "–", "–")
+    seconds = f"{row['seconds']['alone']:.1f}" + (" *" if row["seconds"]["shared"] else "")
+    return (row["method"], *shown, seconds, f"{row['peak_rss_mb']:.0f}")
+
+
+def comparison_notes(comparison: dict[str, Any]) -> list[str]:
+    """What to know when reading the table, a sentence each."""
+    seeds, memory, evaluation = comparison["seeds"], comparison["memory"], comparison["evaluation"]
+    times = "over " + str(len(seeds)) + " seeds, ± one standard deviation" if len(seeds) > 1 else f"seed {seeds[0]}"
+    notes = [f"Measured on {evaluation['images']} images; {times}."]
+    if any(row["seconds"]["shared"] for row in comparison["rows"]):
+        notes.append(
+            "*: a part was found ready, made by a method before; the seconds this had taken are counted in"
+            " (`seconds.shared`)."
+        )
+    if memory["of"] == "process":
+        notes.append("Memory is the most that the process had held so far: this system cannot tell methods apart.")
+    elif memory["base_mb"] is not None:
+        notes.append(
+            f"Of the memory, {memory['base_mb']:.0f} MB were there before any method: libraries, model, images."
+        )
+    notes += [f"Left out: `{name}`: {reason}." for name, reason in comparison["left_out"].items()]
+    return notes
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table; the first row has the names."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 MODELS = ("dense", "masked", "small")  # of the figures in `speed`

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starfish.console import emit, say, table
 from starfish.errors import listed
-from starfish.tables import proof, score_rows, speed_rows, stage_rows
+from starfish.tables import comparison_notes, comparison_rows, proof, score_rows, speed_rows, stage_rows
 
 if TYPE_CHECKING:
     from starfish.core import Anatomy
@@ -25,6 +25,13 @@ def show_scores(result: dict[str, Any]) -> None:
     say(f"on {images} images{tail}; {result['seconds']['total']:.0f} s. {proof(result).capitalize()}")
     if "speed" in result:
         show_speed(result["speed"])
+
+
+def show_comparison(comparison: dict[str, Any]) -> None:
+    head, *rows = comparison_rows(comparison)
+    table(head, rows)
+    for note in comparison_notes(comparison):
+        say(note)
 
 
 def show_speed(speed: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from starfish.cli import demo, healing, listing, looking, pruning, shipping
+from starfish.cli import comparing, demo, healing, listing, looking, pruning, shipping
 from starfish.console import Interrupted, say
 from starfish.errors import UserError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 COMMANDS = (  # in the order of `starfish --help`
     pruning.prune,
     healing.heal,
+    comparing.compare,
     looking.evaluate,
     looking.inspect,
     shipping.slim,
@@ -49,7 +50,7 @@ def main() -> None:
         say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
         sys.exit(2)
     except (Interrupted, KeyboardInterrupt, typer.Abort):
-        say("interrupted; a heal goes on where it stopped when you add --resume")
+        say("interrupted; a heal or a comparison goes on where it stopped when you add --resume")
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from starfish.cli.inputs import choose, healing_images, load_model, start_
-from starfish.cli.options import Blocks, Checkpoint, Device, Json, Model, Pickle, Seed, Set
+from starfish.cli.inputs import choose, healing_images, labelled, load_start
+from starfish.cli.options import (
+    Blocks,
+    CacheFolder,
+    Checkpoint,
+    Device,
+    Images,
+    Json,
+    Limit,
+    Masks,
+    Model,
+    Pickle,
+    Pruned,
+    PseudoLabels,
+    Seed,
+    Set,
+)  # fmt: skip
 from starfish.console import emit, say, watch
 from starfish.errors import UserError, listed
+from starfish.settings import names_of
 from starfish.views import show_scores
 
 if TYPE_CHECKING:
     from starfish.core import Job
+    from starfish.data import StoredImages
 
 
 def heal(
     model: Model,
-    images: Annotated[
-        str, typer.Option(help="Unlabeled images: a folder, folders by class, a .npz or .safetensors file.")
-    ],
+    images: Images,
     output: Annotated[Path, typer.Option("-o", "--output", help="The run folder.")],
-    masks: Annotated[Path | None, typer.Option(help="Masks, in any container `starfish inspect` reads.")] = None,
-    pruned: Annotated[
-        Path | None, typer.Option(help="A pruned checkpoint: its zeros are the mask, its weights the start.")
-    ] = None,
+    masks: Masks = None,
+    pruned: Pruned = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -37,15 +48,14 @@ def heal(
     ] = None,
     recipe: Annotated[str, typer.Option(help="default, or paper for the paper's settings to the letter.")] = "default",
     sets: Set = None,
-    limit: Annotated[int | None, typer.Option(help="Take so many of the images, a seeded sample.")] = None,
+    limit: Limit = None,
     evaluation: Annotated[
         str | None, typer.Option("--eval", help="Images to measure on; folders by class give accuracy.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")] = False,
     seed: Seed = 0,
-    cache: Annotated[
-        Path | None, typer.Option(help="Keep statistics of the images in this folder, for further heals of this model.")
-    ] = None,
+    cache: CacheFolder = None,
+    pseudo_labels: PseudoLabels = False,
     checkpoint: Checkpoint = None,
     allow_pickle: Pickle = False,
     blocks: Blocks = None,
@@ -53,63 +63,54 @@ def heal(
     json: Json = False,
 ) -> None:
     """Heal a pruned model so that it follows the dense one; the mask stays as it is."""
-    from copy import deepcopy
-
     from starfish.cache import Cache
-    from starfish.data import digest_of
-    from starfish.digests import digest
-    from starfish.heal import check_method, healing_, job_of, settings_of
-    from starfish.masks import digest as digest_of_masks
-    from starfish.methods import METHODS, RECIPES, default_methods
-    from starfish.models import small_config
+    from starfish.heal import check_method, healing_, settings_of
+    from starfish.methods import METHODS, default_methods
     from starfish.runs import Run
-    from starfish.settings import names_of
 
-    if recipe not in RECIPES:
-        raise UserError(f"the recipe is `{recipe}`", f"it can be {listed(list(RECIPES))}")
-    method = method or RECIPES[recipe].method
+    method, paper = _recipe(recipe, method)
     possible = {name: choose(METHODS, "method", name) for name in (method or "corp,starfish").split(",")}
-    settings = [f"{key}={value}" for key, value in RECIPES[recipe].settings.items()
+    settings = [f"{key}={value}" for key, value in paper.items()
                 if any(key in names_of(one) for one in possible.values())]  # fmt: skip
-    loaded, stages = load_model(model, checkpoint, allow_pickle, device, possible, [*settings, *(sets or [])])
-    student = deepcopy(loaded.model)
-    chosen_masks = start_(student, loaded.model, masks, pruned, allow_pickle)
-    pictures, held_out = healing_images(images, evaluation, limit, stages["preprocess"], loaded, seed)
-    kept = Cache(cache or output / "state")
-    job = job_of(student, loaded.model, chosen_masks, pictures, blocks=blocks, seed=seed, cache=kept)
+    start = load_start(
+        model, checkpoint, allow_pickle, device, blocks, possible, [*settings, *(sets or [])], masks, pruned
+    )
+    pictures, held_out = healing_images(images, evaluation, limit, start.stages["preprocess"], start.loaded, seed)
+    pictures, labels = labelled(pictures, start.loaded, pseudo_labels)
+    job = start.job(pictures, seed, Cache(cache or output / "state", owner=str(output)))
     names = method.split(",") if method else default_methods(job)
-    chain = {name: check_method(stages[name], job) for name in names}
-    facts = {
-        "model": loaded.name,
-        "checkpoint": str(checkpoint) if checkpoint else None,
-        "method": ",".join(names),
-        "settings": settings_of(chain),
-        "preprocess": asdict(stages["preprocess"]),
-        "blocks": blocks,
-        "seed": seed,
-        "images": images,
-        "limit": limit,
-        "eval": evaluation,
-        "digests": {
-            "dense": digest(job.dense),
-            "start": digest(job.model),
-            "masks": digest_of_masks(job.masks),
-            "images": digest_of(pictures.pixels),
-        },
-        "command": _command_line(),
-    }
-    small = small_config(loaded.model, student)
-    shape = {"small": small} if small["widths"] else {}
-    run = Run.open(output, {**loaded.config, **shape, "starfish": facts}, resume=resume)
-    result = run.result
-    if result is None:
+    chain = {name: check_method(start.stages[name], job) for name in names}
+    facts = start.asked(images=images, limit=limit, eval=evaluation, labels=labels, method=",".join(names),
+                        settings=settings_of(chain), seed=seed, digests=_digests(job, pictures))  # fmt: skip
+    run = Run.open(output, {**start.config(), "starfish": facts}, resume=resume)
+    if run.result is None:
         _tell(job, names, given=method is not None, labels=held_out.labels is not None)
-        result = watch(healing_(job, [*chain.values()], held_out, run)).facts()
+        watch(healing_(job, [*chain.values()], held_out, run))
+    result = run.result
+    assert result is not None
     if json:
         emit(result)
         return
     show_scores(result)
-    say(f"healed {loaded.name}: {output}")
+    say(f"healed {start.loaded.name}: {output}")
+
+
+def _recipe(recipe: str, method: str | None) -> tuple[str | None, dict[str, object]]:
+    """The method, None for what suits the masks, and the recipe's settings."""
+    from starfish.methods import RECIPES
+
+    if recipe not in RECIPES:
+        raise UserError(f"the recipe is `{recipe}`", f"it can be {listed(list(RECIPES))}")
+    return method or RECIPES[recipe].method, RECIPES[recipe].settings
+
+
+def _digests(job: Job, pictures: StoredImages) -> dict[str, str]:
+    from starfish.data import digest_of
+    from starfish.digests import digest
+    from starfish.masks import digest as digest_of_masks
+
+    return {"dense": digest(job.dense), "masks": digest_of_masks(job.masks), "start": digest(job.model),
+            "images": digest_of(pictures.pixels)}  # fmt: skip
 
 
 def _tell(job: Job, names: list[str], *, given: bool, labels: bool) -> None:
@@ -118,7 +119,3 @@ def _tell(job: Job, names: list[str], *, given: bool, labels: bool) -> None:
         say(f"whole units are gone: healing with {' then '.join(names)}, which measured best (docs/choosing.md)")
     if not labels:
         say("note: no labels to measure with; the table says how closely the model follows the dense one")
-
-
-def _command_line() -> list[str]:
-    return [word for word in sys.argv[1:] if word not in {"--resume", "--json"}]

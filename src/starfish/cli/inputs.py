@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +13,8 @@ from starfish.errors import UserError, listed
 if TYPE_CHECKING:
     from torch import nn
 
-    from starfish.core import Anatomy, Masks
+    from starfish.cache import Cache
+    from starfish.core import Anatomy, Job, Masks
     from starfish.data import Preprocess, StoredImages
     from starfish.models import Loaded
 
@@ -72,6 +75,55 @@ def find_anatomy(
     return find(loaded.model, to_device(inputs, device_of(loaded.model)), blocks=blocks, channels=channels)
 
 
+@dataclass(frozen=True)
+class Start:
+    """What heal and compare begin with, whatever the seed."""
+
+    loaded: Loaded
+    student: nn.Module  # with the weights to start from
+    masks: Masks
+    stages: dict[str, Any]  # the methods, and how images are prepared
+    checkpoint: Path | None
+    blocks: str | None
+
+    def job(self, pictures: StoredImages, seed: int, cache: Cache) -> Job:
+        from starfish.heal import job_of
+
+        dense = self.loaded.model
+        return job_of(self.student, dense, self.masks, pictures, blocks=self.blocks, seed=seed, cache=cache)
+
+    def config(self) -> dict[str, Any]:
+        """How the model is built, for config.json."""
+        from starfish.models import small_config
+
+        small = small_config(self.loaded.model, self.student)
+        return {**self.loaded.config, **({"small": small} if small["widths"] else {})}
+
+    def asked(self, **more: Any) -> dict[str, Any]:
+        """How the command was given, for config.json and compare.json."""
+        return {
+            "model": self.loaded.name,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "preprocess": asdict(self.stages["preprocess"]),
+            "blocks": self.blocks,
+            **more,
+            "command": [word for word in sys.argv[1:] if word not in {"--resume", "--json"}],
+        }
+
+
+def load_start(
+    model: str, checkpoint: Path | None, allow_pickle: bool, device: str, blocks: str | None,
+    methods: dict[str, Any], sets: list[str], masks: Path | None, pruned: Path | None,
+) -> Start:  # fmt: skip
+    from copy import deepcopy
+
+    loaded, stages = load_model(model, checkpoint, allow_pickle, device, methods, sets)
+    student = deepcopy(loaded.model)
+    return Start(
+        loaded, student, start_(student, loaded.model, masks, pruned, allow_pickle), stages, checkpoint, blocks
+    )
+
+
 def start_(student: nn.Module, dense: nn.Module, masks: Path | None, pruned: Path | None, allow_pickle: bool) -> Masks:
     """The masks; `student` gets the weights to start from."""
     from starfish.containers import read
@@ -113,3 +165,17 @@ def healing_images(
     healing, held_out = pictures.split(len(pictures) - size)
     say(f"no --eval: {size} of the images are held out to measure on, {len(healing)} heal")
     return healing, held_out
+
+
+def labelled(pictures: StoredImages, loaded: Loaded, pseudo: bool) -> tuple[StoredImages, str | None]:
+    """The images with their labels and whose these are: given, or with `pseudo` the dense model's first answers."""
+    from starfish.evaluate import predict
+
+    if not pseudo:
+        return pictures, None if pictures.labels is None else "given"
+    if pictures.labels is not None:
+        raise UserError(
+            "--pseudo-labels: the images have labels of their own",
+            "leave it out, or give the images without labels: in a flat folder, or in a tensor file of their own",
+        )
+    return replace(pictures, labels=watch(predict(loaded.model, pictures, "labels")).argmax(1)), "model"

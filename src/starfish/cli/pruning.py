@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from starfish.cli.inputs import choose, find_anatomy, load_model, load_pictures
-from starfish.cli.options import Blocks, Checkpoint, Device, Json, Model, Pickle, Seed, Set
+from starfish.cli.inputs import choose, find_anatomy, labelled, load_model, load_pictures
+from starfish.cli.options import Blocks, Checkpoint, Device, Json, Model, Pickle, PseudoLabels, Seed, Set
 from starfish.console import emit, say, watch
 from starfish.errors import UserError, listed
 from starfish.views import show_summary
@@ -37,6 +37,7 @@ def prune(
     ] = None,
     images: Annotated[str | None, typer.Option(help="Images, for pruners that look at data.")] = None,
     limit: Annotated[int | None, typer.Option(help="Take so many images.")] = None,
+    pseudo_labels: PseudoLabels = False,
     sets: Set = None,
     checkpoint: Checkpoint = None,
     allow_pickle: Pickle = False,
@@ -53,6 +54,8 @@ def prune(
     _suffix(output, ".safetensors")
     if limit is not None and images is None:
         raise UserError(f"--limit is {limit} and there are no --images", "give --images, or leave out --limit")
+    if pseudo_labels and images is None:
+        raise UserError("--pseudo-labels is for images, and there are none", "give --images, or leave it out")
     pruner = pruner or ("structured" if pattern == "structured" else "magnitude")
     chosen = choose(PRUNERS, "pruner", pruner)
     named = {"sparsity": sparsity, "pattern": _pattern_of(pruner, pattern, PRUNERS), "scope": scope}
@@ -62,6 +65,9 @@ def prune(
     if "images" in chosen.needs() and images is None:
         raise UserError(f"the pruner `{pruner}` looks at data", "give it some with --images")
     pictures = load_pictures(images, stages["preprocess"], loaded, limit=limit, seed=seed) if images else None
+    labels = None
+    if pictures is not None:
+        pictures, labels = labelled(pictures, loaded, pseudo_labels)
     check_pruner(chosen, pictures)
     anatomy = find_anatomy(loaded, pictures, blocks, channels=chosen.sees_channels())
     chosen = chosen.settle(anatomy, pictures)
@@ -73,6 +79,7 @@ def prune(
         "pruner": pruner,
         "settings": asdict(chosen),
         "model": loaded.name,
+        "labels": labels,
         **asdict(summary),
     }
     if json:

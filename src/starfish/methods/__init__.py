@@ -15,6 +15,7 @@ from starfish.methods.corp import Corp, foldable, share_gone
 from starfish.methods.fisher import Cbs, Chita, Falcon, WoodFisher
 from starfish.methods.kwon import Kwon
 from starfish.methods.least_squares import LeastSquares, SparseGPT
+from starfish.methods.snows import Snows
 
 PAPER = Starfish(lr=6e-4, optimizer="adamw", view="raw", head=0.0, augment="none", epochs=10)
 """The loop of the paper, in which it compares objectives."""
@@ -32,6 +33,7 @@ METHODS: dict[str, Method] = {
     "cbs": Cbs(),
     "chita": Chita(),
     "falcon": Falcon(),
+    "snows": Snows(),
     "kwon": Kwon(),
     "batchnorm": BatchNorm(),
 }

@@ -33,7 +33,7 @@ PRUNERS: dict[str, Pruner] = {
     "chita": ByChita(),
     "falcon": ByFalcon(),
     "kwon": ByKwon(),
-    "snows": Capped(),
+    "capped": Capped(),
 }
 
 
