@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_stages_are_in_the_order_of_running_and_shared_layers_add_up() -> None:
 
 
 def test_of_a_student_beside_the_dense_model() -> None:
-    """`own` is of what the student reads, `dense` of what the dense model does, `cross` of both row by row."""
+    """`own` is of what the student reads, `cross` of that and what the dense model reads, `energy` what it puts out."""
     dense, x = TwoLayers().double(), torch.randn(6, 4, dtype=torch.float64)
     student = deepcopy(dense)
     nn.init.normal_(student.first.weight)
@@ -149,8 +150,29 @@ def test_of_a_student_beside_the_dense_model() -> None:
     with torch.no_grad():
         firsts = [torch.tanh(model.first(x)) for model in (student, dense)]
         s, d = (torch.cat([one, model.second(one).relu()]) for one, model in zip(firsts, (student, dense), strict=True))
-    for which, pair in (("own", (s, s)), ("cross", (s, d)), ("dense", (d, d))):
+    for which, pair in (("own", (s, s)), ("cross", (s, d))):
         torch.testing.assert_close(found.take(which)[0], pair[0].T @ pair[1] / 12)
+    put_out = d @ dense.second.weight.detach().T
+    torch.testing.assert_close(found.take("energy")[0], put_out.square().mean(0))
+
+
+def test_a_block_alone_is_heard_as_in_the_whole_model() -> None:
+    """A stage runs its block on what entered it, kept from one layer to the next, and finds what the model would."""
+    dense = tiny_vit().double()
+    anatomy, x = find(dense, IMAGES[:2].double()), as_images(IMAGES.double())
+    student = deepcopy(dense)
+    nn.init.normal_(student.get_parameter("blocks.0.attn.qkv.weight"))
+    names = [name for name in anatomy.roles if name.startswith("blocks.1")]
+    found = []
+    for seen in (anatomy, replace(anatomy, blocks=())):  # without blocks the whole model runs
+        sweep = Sweep(dense, seen, x, names, student, cross=True)
+        stages = sweep.stages()
+        found.append([finish(sweep.grams(stages[place:])) for place in range(len(stages))])
+    assert len(stages) == 4
+    for alone, whole in zip(*found, strict=True):
+        for name, gram in alone.items():
+            for which in ("own", "cross", "energy"):
+                torch.testing.assert_close(gram.take(which), whole[name].take(which), rtol=1e-10, atol=1e-12)
 
 
 def test_layers_of_a_block_make_one_stage() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from starfish.cache import Cache
 from starfish.core import Anatomy, Images, Long, Row
 from starfish.devices import to_device
 from starfish.errors import UserError, listed
+from starfish.replay import Arguments, entering, run, runs_once
 from starfish.statistics import exact
 
 BATCH = 16
@@ -58,20 +60,22 @@ class Gram:
     def take(self, which: str) -> Tensor:
         """The mean over N, which is large and then held here no more.
 
-        As G I I: `own` of Xᵀ X of the model at work, `dense` of the dense model's beside it, `cross` of both (columns
-        are the dense model's); or `square`, as G I, the diagonal of `own` alone.
+        As G I I `own`, of Xᵀ X of the model at work, and `cross`, of its Xᵀ with the dense model's X; as G O `energy`,
+        the squares of what the dense layer puts out, its bias apart; as G I `square`, the diagonal of `own` alone.
         """
         return self.sums.pop(which).div_(self.sums["count"])
 
-    def add_(self, x_GNI: Tensor, dense_GNI: Tensor | None, diagonal: bool) -> None:
+    def add_(self, x_GNI: Tensor) -> None:
         self._plus_("count", x_GNI.new_tensor(x_GNI.shape[1]))
-        if diagonal:
-            self._plus_("square", x_GNI.square().sum(1))
-            return
         self._plus_("own", x_GNI.mT @ x_GNI)
-        if dense_GNI is not None:
-            self._plus_("cross", x_GNI.mT @ dense_GNI)
-            self._plus_("dense", dense_GNI.mT @ dense_GNI)
+
+    def add_square_(self, x_GNI: Tensor) -> None:
+        self._plus_("count", x_GNI.new_tensor(x_GNI.shape[1]))
+        self._plus_("square", x_GNI.square().sum(1))
+
+    def add_cross_(self, x_GNI: Tensor, dense_GNI: Tensor, W_GOI: Tensor) -> None:
+        self._plus_("cross", x_GNI.mT @ dense_GNI)
+        self._plus_("energy", (dense_GNI @ W_GOI.mT).square().sum(1))
 
     def _plus_(self, which: str, value: Tensor) -> None:
         if which in self.sums:
@@ -85,7 +89,8 @@ class Sweep:
     """Layers in the order in which they run, in stages; the Gram matrices of one stage after the other.
 
     Of the dense model, as many stages at a time as memory holds are heard in one pass; of a `student`, whose earlier
-    stages have changed in the meantime, one stage a pass.
+    stages have changed in the meantime, one stage a pass. That pass runs the block that holds the layers alone, on what
+    entered it, which is kept from one stage of a block to the next.
     """
 
     dense: nn.Module
@@ -99,6 +104,8 @@ class Sweep:
     memory_gb: float = 2.0
     cache: Cache | None = None
     _held: dict[str, Gram] = field(default_factory=dict)
+    _entry: str | None = None  # the block whose inputs are kept
+    _entered: list[list[Arguments]] = field(default_factory=list)  # batch by batch, of the student and the dense model
 
     def stages(self) -> list[list[str]]:
         order = _order(self.dense, self.names, self.images)
@@ -152,23 +159,55 @@ class Sweep:
         return grams
 
     def _hear(self, grams: Mapping[str, Gram]) -> Iterator[Row]:
-        dense, student = _ears(self.dense, grams), None if self.student is None else _ears(self.student, grams)
-        device = next(self.dense.parameters()).device
-        for start in range(0, len(self.images), BATCH):
+        models = [self.dense] if self.student is None else [self.student, self.dense][: 1 + self.cross]
+        if self.student is not None:
+            yield from self._enter(self._entry_of(list(grams)), models)
+        ears = [_ears(model, grams) for model in models]
+        for place, start in enumerate(range(0, len(self.images), BATCH)):
             indices = list(range(start, min(start + BATCH, len(self.images))))
-            inputs = to_device(self.images.batch(indices), device)
-            if student is None or not self.cross:
-                _listen(student or dense, grams, inputs, lambda one: _add_(grams[one.name], one, None, self.diagonal))
+            given = self._entered[place] if self._entry else self._whole(indices, len(models))
+            if len(models) == 1:
+                _listen(
+                    ears[0], self._entry or "", grams, given[0], lambda one: _add_(grams[one.name], one, self.diagonal)
+                )
             else:
-                _add_both_(grams, dense, student, inputs)
+                _add_both_(grams, ears, self._entry or "", given)
             yield {"stage": "statistics", "done": indices[-1] + 1, "total": len(self.images)}
+
+    def _entry_of(self, names: Sequence[str]) -> str:
+        """The block in which all these are, if there is one and it runs once."""
+        homes = {_home(name, self.anatomy) for name in names}
+        home = homes.pop()
+        if homes or not home:
+            return ""
+        two = to_device(self.images.batch([0, len(self.images) - 1]), next(self.dense.parameters()).device)
+        with evaluating(self.dense):
+            return home if runs_once(self.dense, two, home) else ""
+
+    def _enter(self, entry: str, models: Sequence[nn.Module]) -> Iterator[Row]:
+        """Keep what enters this block; what entered the one before is let go."""
+        if entry == self._entry:
+            return
+        self._entry, self._entered = entry, []
+        for start in range(0, len(self.images) if entry else 0, BATCH):
+            indices = list(range(start, min(start + BATCH, len(self.images))))
+            whole = self._whole(indices, 1)[0].positional[0]
+            with ExitStack() as modes:
+                for model in models:
+                    modes.enter_context(evaluating(model))
+                self._entered.append([entering(model, [entry], whole)[0] for model in models])
+            yield {"stage": "inputs", "done": indices[-1] + 1, "total": len(self.images)}
+
+    def _whole(self, indices: list[int], models: int) -> list[Arguments]:
+        inputs = to_device(self.images.batch(indices), next(self.dense.parameters()).device)
+        return [Arguments((inputs,))] * models
 
 
 def _order(model: nn.Module, names: Sequence[str], images: Images) -> list[str]:
     """The names in the order in which their weights multiply."""
     seen: dict[str, None] = {}
     inputs = to_device(images.batch([0, len(images) - 1]), next(model.parameters()).device)
-    _listen(_ears(model, names), names, inputs, lambda one: seen.setdefault(one.name))
+    _listen(_ears(model, names), "", names, Arguments((inputs,)), lambda one: seen.setdefault(one.name))
     silent = [name for name in names if name not in seen]
     if silent:
         raise UserError(
@@ -198,26 +237,44 @@ def _ears(model: nn.Module, names: Mapping[str, Any] | Sequence[str]) -> nn.Modu
 
 @torch.no_grad()
 def _listen(
-    model: nn.Module, names: Mapping[str, Any] | Sequence[str], inputs: Any, see: Callable[[Product], object]
-) -> None:
+    model: nn.Module, entry: str, names: Mapping[str, Any] | Sequence[str], given: Arguments,
+    see: Callable[[Product], object],
+) -> None:  # fmt: skip
+    """Run the model, or the module `entry` in it, and tell of its products with these weights."""
     with evaluating(model), Products({name: model.get_parameter(name) for name in names}, see):
-        call(model, inputs)
+        if entry:
+            run(model, entry, given)
+        else:
+            call(model, given.positional[0])
 
 
-def _add_both_(grams: Mapping[str, Gram], dense: nn.Module, student: nn.Module, inputs: Any) -> None:
+def _add_both_(grams: Mapping[str, Gram], ears: Sequence[nn.Module], entry: str, given: Sequence[Arguments]) -> None:
     """The student's products beside the dense model's; a weight that multiplies more than once does so in turn."""
     heard: dict[str, list[Product]] = {name: [] for name in grams}
+    weights = {name: ears[1].get_parameter(name).detach() for name in grams}
     # clones: nothing further on in the dense model may overwrite them
-    _listen(dense, grams, inputs, lambda one: heard[one.name].append(replace(one, x=one.x.clone())))
-    _listen(student, grams, inputs, lambda one: _add_(grams[one.name], one, heard[one.name].pop(0), False))
+    _listen(ears[1], entry, grams, given[1], lambda one: heard[one.name].append(replace(one, x=one.x.clone())))
+
+    def add_(one: Product) -> None:
+        dense = heard[one.name].pop(0)
+        W_GOI = exact(as_matrix(weights[one.name], one.groups))
+        for part in _parts(one):
+            x_GNI = patches(one, part)
+            grams[one.name].add_(x_GNI)
+            grams[one.name].add_cross_(x_GNI, patches(dense, part), W_GOI)
+
+    _listen(ears[0], entry, grams, given[0], add_)
 
 
-def _add_(gram: Gram, one: Product, dense: Product | None, diagonal: bool) -> None:
+def _add_(gram: Gram, one: Product, diagonal: bool) -> None:
+    for part in _parts(one):
+        (gram.add_square_ if diagonal else gram.add_)(patches(one, part))
+
+
+def _parts(one: Product) -> list[slice]:
     """A few images at a time: the patches of a kernel are many times its input."""
     images = max(1, PATCHES // max(1, one.x[0].numel() * math.prod(one.kernel)))
-    for start in range(0, len(one.x), images):
-        part = slice(start, start + images)
-        gram.add_(patches(one, part), None if dense is None else patches(dense, part), diagonal)
+    return [slice(start, start + images) for start in range(0, len(one.x), images)]
 
 
 def patches(one: Product, images: slice) -> Tensor:

@@ -82,6 +82,11 @@ def order_of(model: nn.Module, inputs: Any, blocks: Sequence[str]) -> Order:
     )
 
 
+def runs_once(model: nn.Module, inputs: Any, name: str) -> bool:
+    """And not several times, each on something else, or never."""
+    return name in order_of(model, inputs, [name]).once
+
+
 def _watch(name: str, ended: list[str]) -> tuple[Hook, Hook]:
     """Hooks that note when a module ends that put out numbers, and not its very input, as dropout does."""
     entered: list[tuple[Tensor, int]] = []
@@ -188,6 +193,12 @@ def outputs(
             for name, given in zip(start.chain, arguments, strict=False):  # kept for the longest chain from this block
                 output = _called(model.get_submodule(name), given, output, device)
     return found
+
+
+@torch.no_grad()
+def run(model: nn.Module, entry: str, given: Arguments) -> None:
+    """One module again, "" being the whole model, on what once entered it."""
+    _called(model.get_submodule(entry), given, None, next(model.parameters()).device)
 
 
 def _called(module: nn.Module, given: Arguments, before: Any, device: torch.device) -> Any:

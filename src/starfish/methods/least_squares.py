@@ -116,7 +116,7 @@ def _solve_(job: Job, gram: Gram, solver: Solver, damp: float) -> Tensor:
     W_GOI = as_matrix(job.dense.get_parameter(gram.name), groups)
     mask_GOI = as_matrix(job.masks[gram.name], groups)
     own_GII = gram.take("own")
-    cross_GII, dense_GII = (gram.take(which) if which in gram.sums else None for which in ("cross", "dense"))
+    cross_GII, energy_GO = (gram.take(which) if which in gram.sums else None for which in ("cross", "energy"))
     new_GOI, total = torch.zeros_like(W_GOI), own_GII.new_zeros(3)
     for g in range(groups):
         H_II = damped(own_GII[g], damp)
@@ -124,14 +124,15 @@ def _solve_(job: Job, gram: Gram, solver: Solver, damp: float) -> Tensor:
         for rows in (slice(start, start + ROWS) for start in range(0, W_GOI.shape[1], ROWS)):
             mask_OI = mask_GOI[g, rows].to(H_II.device)
             W_OI = W_GOI[g, rows].to(H_II) * (own_GII[g].diagonal() > 0)  # what was never read counts for nothing
-            B_OI = constant_OI = W_OI @ H_II
-            if cross_GII is not None and dense_GII is not None:  # the damping draws towards the dense weights
+            B_OI = W_OI @ H_II
+            constant_O = (B_OI * W_OI).sum(1)
+            if cross_GII is not None and energy_GO is not None:  # the damping draws towards the dense weights
                 ridge_OI = B_OI - W_OI @ own_GII[g]
+                constant_O = energy_GO[g, rows] + (ridge_OI * W_OI).sum(1)
                 W_OI = W_GOI[g, rows].to(H_II)
-                B_OI, constant_OI = W_OI @ cross_GII[g].mT + ridge_OI, W_OI @ dense_GII[g] + ridge_OI
+                B_OI = W_OI @ cross_GII[g].mT + ridge_OI
             new_OI = solve(W_OI, B_OI, mask_OI) * mask_OI
             new_GOI[g, rows] = new_OI.to(new_GOI)
-            constant_O = (constant_OI * W_OI).sum(1)
             pair = [errors(each, H_II, B_OI, constant_O).sum() for each in (W_OI * mask_OI, new_OI)]
             total += torch.stack([*pair, constant_O.sum()])
     weight.copy_(as_weight(new_GOI, weight))
