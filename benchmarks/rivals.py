@@ -1,6 +1,8 @@
 """Every method on one mask: which gives back most, and at what cost.
 
-    python benchmarks/rivals.py [NAME …] [--seeds 0,1,2]    all questions, or some of those below; weights: STARFISH_DATA
+    python benchmarks/rivals.py [NAME …] [--seeds 0,1,2]    all questions, or some of those below
+
+The folder of weights and images: STARFISH_DATA.
 
 Everything is one `starfish compare`, as a user would call it; where methods need labels, the dense model gives them
 (--pseudo-labels). benchmarks/results/rivals/NAME.json and .md get its tables. Runs are kept in --work (a folder beside
@@ -19,16 +21,16 @@ RESULTS = HERE / "results" / "rivals"
 OF_THIS_MACHINE = ("command", "checkpoint", "images", "eval")  # paths, which say nothing elsewhere
 ONE_SHOT = ("least_squares", "sparsegpt", "woodfisher", "cbs", "chita", "falcon", "kwon", "snows")
 # A convolutional network gets its BatchNorm statistics anew after each method that leaves them alone: the control.
-ALL = ["batchnorm", *ONE_SHOT, *(f"{name}/batchnorm" for name in ONE_SHOT), "starfish", "mse", "kl", "ce", "starfish+kl",
-       "least_squares/starfish"]  # fmt: skip
+CONTROLLED = [*ONE_SHOT, *(f"{name}/batchnorm" for name in ONE_SHOT)]
+ALL = ["batchnorm", *CONTROLLED, "starfish", "mse", "kl", "ce", "starfish+kl", "least_squares/starfish"]
 GLOBAL = [*sets("per=global"), "--scope", "conv_fc"]
 
 # name: (model, what is pruned, images, methods, options)
 QUESTIONS: dict[str, tuple[list[str], list[str], list[str], list[str], list[str]]] = {
     **{f"resnet20-{share}": (RESNET, [*GLOBAL, "--sparsity", share], CIFAR, ALL, ["--pseudo-labels"])
        for share in ("0.6", "0.7", "0.8")},
-    "resnet20-0.8-stages": (RESNET, [*GLOBAL, "--sparsity", "0.8"], CIFAR, ["chita", "chita/batchnorm", "chita/starfish"],
-        ["--pseudo-labels", *sets("chita.stages=8")]),
+    "resnet20-0.8-stages": (RESNET, [*GLOBAL, "--sparsity", "0.8"], CIFAR,
+        ["chita", "chita/batchnorm", "chita/starfish"], ["--pseudo-labels", *sets("chita.stages=8")]),
     "deit-0.7": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.7"], IMAGENET,
         ["least_squares", "sparsegpt", "snows", "starfish", "mse", "kl", "least_squares/starfish"], []),
 }  # fmt: skip

@@ -103,7 +103,7 @@ def test_stopped_half_way_it_ends_in_the_same_bits(method: Method) -> None:
 @every_method
 def test_what_it_says_of_itself(method: Method) -> None:
     """It needs labels and the dense model's shapes, sees the mask, and begins from the dense weights."""
-    assert method.needs() == {"labels", "shapes"}
+    assert method.needs() == {"labels"}
     assert method.masked()
     assert method.starts_over()
     dense, masks = deepcopy(pruned("cnn"))

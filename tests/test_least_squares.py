@@ -198,5 +198,5 @@ def test_a_smaller_model_has_no_dense_weights_to_be_fitted_to() -> None:
     model = tiny_vit()
     masks = starfish.prune(model, starfish.Structured(0.5, scope="mlp"), IMAGES)
     small = starfish.slim(model, masks, IMAGES)
-    with pytest.raises(starfish.UserError, match="this model is smaller"):
+    with pytest.raises(starfish.UserError, match="this model has been made smaller"):
         starfish.heal_(small, model, starfish.remaining(small, model), IMAGES, LeastSquares())

@@ -155,11 +155,11 @@ class Method(ABC):
         return self
 
     def needs(self) -> frozenset[str]:
-        """What the job must have: "labels", "batchnorm", "units" (gone whole), "shapes" (all as in the dense model)."""
+        """What the job must have: "labels", "batchnorm", "units" (gone whole)."""
         return frozenset()
 
     def masked(self) -> bool:
-        """Must it see the model in its masked shape, because what went matters? Others work on the small one."""
+        """Must it see the model in the dense model's shape, because what went matters? Others work on the small one."""
         return False
 
     def starts_over(self) -> bool:
@@ -169,6 +169,16 @@ class Method(ABC):
     def also_changes(self, job: Job) -> frozenset[str]:
         """Tensors outside the masks that this method may change; all others must stay bit-identical."""
         return frozenset()
+
+
+class FromDense(Method):
+    """Methods that begin with the dense weights and say what those that stay become, given those that go."""
+
+    def masked(self) -> bool:
+        return True
+
+    def starts_over(self) -> bool:
+        return True
 
 
 class Pruner(ABC):

@@ -5,10 +5,9 @@ Read core.py before this and methods/ after it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,12 +20,13 @@ from starfish.cache import Cache
 from starfish.core import Anatomy, Images, Job, Long, Masks, Method, Result, Row, finish
 from starfish.data import as_images
 from starfish.devices import peak_rss_mb, to_device
-from starfish.digests import fingerprints
 from starfish.errors import UserError, listed
+from starfish.log import Log
 from starfish.methods import METHODS, default_methods, name_of
 from starfish.methods.batchnorm import batchnorms
 from starfish.methods.corp import foldable
 from starfish.patterns import loses_channels
+from starfish.proof import Proof
 from starfish.runs import Run, versions
 from starfish.small import Cut, cut_of, grow_, is_smaller, smaller, smaller_anatomy, smaller_masks
 from starfish.speed import measuring
@@ -119,11 +119,11 @@ def healing_(
     """
     start = time.monotonic()
     chain = _settled(chain_of(job, method), run)
-    proof = _Proof(job, frozenset().union(*(one.also_changes(job) for one in chain.values())))
+    proof = Proof(job, frozenset().union(*(one.also_changes(job) for one in chain.values())))
     known = before or (yield from looking(job, evaluation, run))
     measured = partial(_measured, job, known.dense_BK, evaluation, run)
     cut = cut_of(job.masks, job.anatomy, job.model)
-    log = _Log(job, proof.free, run, chain=len(chain) > 1)
+    log = Log(job, proof.free, run, chain=len(chain) > 1)
     log.restore_()
     stages, after = yield from _stages(job, chain, cut, log, measured)
 
@@ -161,7 +161,7 @@ def healing_(
 
 
 def _stages(
-    job: Job, chain: dict[str, Method], cut: Cut, log: _Log, measured: Callable[[str], Long[evaluate.Measured]]
+    job: Job, chain: dict[str, Method], cut: Cut, log: Log, measured: Callable[[str], Long[evaluate.Measured]]
 ) -> Long[tuple[list[dict[str, Any]], evaluate.Measured]]:
     """One method after another, each from what the one before it left; what came of each, and of the last."""
     stages = []
@@ -175,7 +175,7 @@ def _stages(
     return stages, after
 
 
-def _fit(job: Job, method: Method, name: str, cut: Cut, log: _Log) -> Iterator[Row]:
+def _fit(job: Job, method: Method, name: str, cut: Cut, log: Log) -> Iterator[Row]:
     """One method on the model, in the small shape where units are gone and the method does not need to see them."""
     work = job if method.masked() or not cut else smaller_job(job, cut)
 
@@ -246,9 +246,9 @@ def lacks(method: Method, job: Job) -> UserError | None:
             "give a folder with one sub-folder a class, take the dense model's answers for labels (--pseudo-labels), or"
             " use a method without labels such as starfish",
         )
-    if "shapes" in needs and is_smaller(job.model, job.dense):
+    if method.masked() and is_smaller(job.model, job.dense):
         return UserError(
-            f"the method `{name_of(method)}` compares weights with the dense model's, and this model is smaller",
+            f"the method `{name_of(method)}` looks at the weights that went, and this model has been made smaller",
             "heal it with starfish, or give masks and the dense model: --masks",
         )
     if "batchnorm" in needs and not batchnorms(job.model):
@@ -295,141 +295,3 @@ def _measured(job: Job, dense_BK: Tensor, evaluation: Images, run: Run | None, s
 def _held_mb(job: Job) -> float:
     """Targets that stay in memory for other methods of a comparison are no cost of this one."""
     return job.targets.held_mb() if isinstance(job.targets, DenseTargets) else 0.0
-
-
-class _Proof:
-    """Fingerprints from before the healing, to show afterwards that nothing moved but what may."""
-
-    def __init__(self, job: Job, free: frozenset[str]) -> None:
-        self.job, self.free = job, free
-        self.masked = fingerprints(job.model, job.masks)
-        self.frozen = fingerprints(job.model, self._frozen_names())
-
-    def _frozen_names(self) -> list[str]:
-        """All but the masked tensors, other names for them (tied weights), and what the method declared."""
-        state = self.job.model.state_dict()
-        masked = {state[name].data_ptr() for name in self.job.masks}
-        return [
-            name for name, tensor in state.items() if name not in self.free and tensor.data_ptr() not in masked
-        ]  # fmt: skip
-
-    def check(self) -> tuple[bool, bool]:
-        """Are the pruned weights zero, and all frozen tensors as they were?"""
-        now = fingerprints(self.job.model, self.frozen)
-        moved = [name for name in self.frozen if now[name] != self.frozen[name]]
-        assert not moved, f"the method changed {listed(moved)}, which are none of its masks"
-        mask_intact = masks_module.zeros_intact(self.job.model, self.job.masks)
-        assert mask_intact, "the method revived pruned weights"
-        return mask_intact, not moved
-
-    def unchanged(self) -> list[str]:
-        """Masked tensors that came out as they went in."""
-        now = fingerprints(self.job.model, self.masked)
-        return [name for name in self.masked if now[name] == self.masked[name]]
-
-
-@dataclass
-class _Log:
-    """Rows seen, seconds spent, and when to save."""
-
-    job: Job
-    free: frozenset[str]  # tensors outside the masks that belong to the state
-    run: Run | None
-    chain: bool  # several methods: rows say whose they are
-    rows: list[Row] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: {"targets": 0.0, "fit": 0.0})
-    earlier: float = 0.0  # seconds of the sessions before this one
-    found: float = 0.0  # of these, what others had spent on what was found ready
-    place: int = 0  # of the method at work
-    name: str = ""  # of the method at work
-    give_back_: Callable[[], None] = lambda: None  # brings `job.model` up to date with what the method works on
-    _ends: list[float] = field(default_factory=list)  # seconds spent by the end of each method that is done
-    _tick: float = field(default_factory=time.monotonic)
-    _start: float = field(default_factory=time.monotonic)
-
-    def restore_(self) -> None:
-        kept = self.run.restore() if self.run else None
-        if kept is not None:
-            tensors, state, facts, self.rows = kept
-            self.job.model.load_state_dict(tensors, strict=False)
-            self.job.state.update(state)
-            self.earlier, self.place, self._ends = facts["earlier"], facts["place"], facts["ends"]
-            self.seconds.update(facts["seconds"])
-            self.found = facts.get("shared", 0.0)
-
-    def begin_stage(self, name: str, give_back_: Callable[[], None]) -> None:
-        self.name, self.give_back_ = name, give_back_
-        self._tick = time.monotonic()
-
-    def see(self, row: Row) -> None:
-        self._count(row.get("stage") == "targets")
-        if self.chain:
-            row["method"] = self.name
-        if "stage" in row:
-            return
-        _check_finite(row)
-        self.rows.append(row)
-        if self.run is not None:
-            self.run.add(row)
-            if self.run.save_is_due():
-                self.save()
-
-    def save(self) -> None:
-        """Between two rows. A method that keeps nothing to go on with begins again, from where it began."""
-        self.give_back_()
-        if self.job.state:
-            self._write()
-
-    def end_stage(self) -> None:
-        """What a method does after its last row counts as fitting. Saved, lest a kill while measuring costs it all."""
-        self._count(targets=False)
-        self.give_back_()
-        self.job.state.clear()
-        self.place += 1
-        self._ends.append(sum(self.seconds.values()))
-        self._write()
-
-    def _count(self, targets: bool) -> None:
-        now = time.monotonic()
-        self.seconds["targets" if targets else "fit"] += now - self._tick
-        self._tick = now
-
-    def _write(self) -> None:
-        if self.run is None:
-            return
-        state = self.job.model.state_dict()
-        tensors = {name: state[name] for name in (*self.job.masks, *sorted(self.free))}
-        facts = {"seconds": self.seconds, "earlier": time.monotonic() - self._start + self.earlier,
-                 "place": self.place, "ends": self._ends, "shared": self.shared()}  # fmt: skip
-        self.run.save(tensors, self.job.state, facts)
-
-    def shared(self) -> float:
-        """Seconds that other runs had spent on what this one found ready. A resumed run finds some of it once more."""
-        statistics = self.job.cache.shared if self.job.cache else 0.0
-        targets = self.job.targets.shared_seconds() if isinstance(self.job.targets, DenseTargets) else 0.0
-        return max(self.found, statistics + targets)
-
-    def spent(self, place: int) -> float:
-        """Seconds of one method, its targets included."""
-        return self._ends[place] - (self._ends[place - 1] if place else 0.0)
-
-    def losses(self, name: str) -> dict[str, float | None]:
-        """Mean loss of one method's first and last epoch."""
-        own = [row for row in self.rows if row.get("method", name) == name and {"loss", "epoch"} <= row.keys()]
-        return {
-            "first": _mean([float(row["loss"]) for row in own if row["epoch"] == own[0]["epoch"]]),
-            "last": _mean([float(row["loss"]) for row in own if row["epoch"] == own[-1]["epoch"]]),
-        }
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _check_finite(row: Row) -> None:
-    for name, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(
-                f"`{name}` became {value} at step {row.get('step', '?')}",
-                "lower the learning rate (--set lr=1e-4), or calculate in full precision (--set precision=fp32)",
-            )

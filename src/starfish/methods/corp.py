@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from starfish.core import Job, Method, Row, Unit
+from starfish.core import FromDense, Job, Row, Unit
 from starfish.data import spread
 from starfish.masks import apply_, restart_
 from starfish.methods.folds import ColumnFold, Fold, QueryKeyFold
@@ -24,7 +24,7 @@ UNHEARD = "starfish has no class for this attention, so its query-key dimensions
 
 
 @dataclass(frozen=True)
-class Corp(Method):
+class Corp(FromDense):
     """Fold what the removed units did into those that stay, in closed form; no training."""
 
     fold: Literal["affine", "bias", "none"] = "affine"  # bias: only their mean; none: the control
@@ -39,12 +39,6 @@ class Corp(Method):
 
     def needs(self) -> frozenset[str]:
         return frozenset({"units"})
-
-    def masked(self) -> bool:
-        return True
-
-    def starts_over(self) -> bool:
-        return True
 
     def also_changes(self, job: Job) -> frozenset[str]:
         units = [unit for unit, _ in _pruned(job) if audible(job.dense, unit)]

@@ -14,17 +14,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from starfish.core import Job, Masks, Method, Row
+from starfish.core import FromDense, Job, Masks, Method, Row
 from starfish.gradients import collecting, settled
 from starfish.masks import apply_, restart_, zeros
 from starfish.methods.survivors import COUPLED, Rule, Solver, Weights, schedule, weights_of, write_
 
-NEEDS = frozenset({"labels", "shapes"})
 KEPT = "weights/"  # in a job's state: those between two stages, of which some are zero only later
 
 
+class _OnGradients(FromDense):
+    """All of them."""
+
+    gradients: int
+    batch: int
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"labels"})
+
+    def settle(self, job: Job) -> Method:
+        gradients, batch = settled(job.images, self.gradients, self.batch)
+        return replace(self, gradients=gradients, batch=batch)  # type: ignore[type-var]  # every method is a dataclass
+
+
 @dataclass(frozen=True)
-class WoodFisher(Method):
+class WoodFisher(_OnGradients):
     """Move the survivors by the sum of the OBS updates of each pruned weight alone (WoodFisher).
 
     The sum is not the joint optimum: nothing says that the loss it models ends below that of the mask alone. `cbs` has
@@ -37,26 +50,13 @@ class WoodFisher(Method):
     block: int = 10_000  # consecutive weights of a layer that know of each other
     scale: float = 1.0  # of the update; 0 is the mask alone
 
-    def needs(self) -> frozenset[str]:
-        return NEEDS
-
-    def masked(self) -> bool:
-        return True
-
-    def starts_over(self) -> bool:
-        return True
-
-    def settle(self, job: Job) -> WoodFisher:
-        gradients, batch = settled(job.images, self.gradients, self.batch)
-        return replace(self, gradients=gradients, batch=batch)
-
     def fit(self, job: Job) -> Iterator[Row]:
         solver = Solver("woodfisher", self.damp, self.block, scale=self.scale)
         yield from _fitting(job, solver, self.gradients, self.batch)
 
 
 @dataclass(frozen=True)
-class Cbs(Method):
+class Cbs(_OnGradients):
     """Move the survivors by the joint OBS update of all the pruned weights (Combinatorial Brain Surgeon, CBS-U)."""
 
     gradients: int = 400  # at most; no image is in two of them
@@ -65,26 +65,13 @@ class Cbs(Method):
     block: int = 10_000  # consecutive weights of a layer that know of each other
     scale: float = 1.0  # of the update, up to 1; 0 is the mask alone
 
-    def needs(self) -> frozenset[str]:
-        return NEEDS
-
-    def masked(self) -> bool:
-        return True
-
-    def starts_over(self) -> bool:
-        return True
-
-    def settle(self, job: Job) -> Cbs:
-        gradients, batch = settled(job.images, self.gradients, self.batch)
-        return replace(self, gradients=gradients, batch=batch)
-
     def fit(self, job: Job) -> Iterator[Row]:
         solver = Solver("backsolve", self.damp, self.block, scale=self.scale)
         yield from _fitting(job, solver, self.gradients, self.batch)
 
 
 @dataclass(frozen=True)
-class Chita(Method):
+class Chita(_OnGradients):
     """Solve for the survivors in the regression on gradients, in one stage or in several (CHITA, CHITA++)."""
 
     algorithm: Literal["block", "cd"] = "block"  # block: exact, a block at a time; cd: coordinate descent, all coupled
@@ -97,19 +84,6 @@ class Chita(Method):
     stages: int = 1  # the smallest of those to go go first, and each stage takes gradients anew
     start: float = 0.2  # what the first of several stages removes
 
-    def needs(self) -> frozenset[str]:
-        return NEEDS
-
-    def masked(self) -> bool:
-        return True
-
-    def starts_over(self) -> bool:
-        return True
-
-    def settle(self, job: Job) -> Chita:
-        gradients, batch = settled(job.images, self.gradients, self.batch)
-        return replace(self, gradients=gradients, batch=batch)
-
     def fit(self, job: Job) -> Iterator[Row]:
         rule: Rule = "cd" if self.algorithm == "cd" else "backsolve"
         solver = Solver(rule, self.ridge, self.block, self.first_order / self.batch, steps=self.sweeps)
@@ -117,7 +91,7 @@ class Chita(Method):
 
 
 @dataclass(frozen=True)
-class Falcon(Method):
+class Falcon(_OnGradients):
     """Solve for the survivors of a mask made under budgets of weights and of operations (FALCON)."""
 
     weights: Literal["backsolve", "woodfisher", "first_order", "none"] = "backsolve"  # none: the mask alone
@@ -129,19 +103,6 @@ class Falcon(Method):
     steps: int = 20  # down the gradient, of weights=first_order
     stages: int = 1  # the smallest of those to go go first, and each stage takes gradients anew
     start: float = 0.3  # what the first of several stages removes
-
-    def needs(self) -> frozenset[str]:
-        return NEEDS
-
-    def masked(self) -> bool:
-        return True
-
-    def starts_over(self) -> bool:
-        return True
-
-    def settle(self, job: Job) -> Falcon:
-        gradients, batch = settled(job.images, self.gradients, self.batch)
-        return replace(self, gradients=gradients, batch=batch)
 
     def fit(self, job: Job) -> Iterator[Row]:
         solver = Solver(self.weights, self.ridge, self.block, self.first_order / self.batch, steps=self.steps)

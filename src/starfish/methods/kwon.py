@@ -39,9 +39,6 @@ class Kwon(Method):
 
     images: int = 256  # on which the layers are compared, spread over all there are; 0: all
 
-    def needs(self) -> frozenset[str]:
-        return frozenset({"shapes"})
-
     def masked(self) -> bool:
         return True
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from starfish.core import Job, Method, Row
+from starfish.core import FromDense, Job, Row
 from starfish.data import spread
 from starfish.errors import UserError
 from starfish.grams import Gram, Inputs, Sweep, as_matrix, as_weight, groups_of
@@ -24,7 +24,7 @@ TINY = 1e-300
 
 
 @dataclass(frozen=True)
-class LeastSquares(Method):
+class LeastSquares(FromDense):
     """Give each layer's surviving weights the least squared error of what it puts out (OBS, all weights at once)."""
 
     inputs: Inputs = "layer"  # what layers read: as in the dense model, or behind the blocks, or layers, healed before
@@ -32,21 +32,12 @@ class LeastSquares(Method):
     images: int = 512  # of which statistics are taken, spread over all there are; 0: all
     memory_gb: float = 1.0  # of Gram matrices at a time; what needs more takes another pass over the images
 
-    def needs(self) -> frozenset[str]:
-        return frozenset({"shapes"})
-
-    def masked(self) -> bool:
-        return True
-
-    def starts_over(self) -> bool:
-        return True
-
     def fit(self, job: Job) -> Iterator[Row]:
         yield from _layer_by_layer(job, self, _restricted, cross=True)
 
 
 @dataclass(frozen=True)
-class SparseGPT(Method):
+class SparseGPT(FromDense):
     """Pass over the columns of every layer, the weights to the right making up for those that go (SparseGPT)."""
 
     inputs: Inputs = "block"  # what layers read: as in the dense model, or behind the blocks, or layers, healed before
@@ -54,15 +45,6 @@ class SparseGPT(Method):
     block: int = 128  # columns whose corrections are applied at a time
     images: int = 512  # of which statistics are taken, spread over all there are; 0: all
     memory_gb: float = 1.0  # of Gram matrices at a time; what needs more takes another pass over the images
-
-    def needs(self) -> frozenset[str]:
-        return frozenset({"shapes"})
-
-    def masked(self) -> bool:
-        return True
-
-    def starts_over(self) -> bool:
-        return True
 
     def fit(self, job: Job) -> Iterator[Row]:
         yield from _layer_by_layer(job, self, lambda H_II: partial(_swept, upper(H_II), self.block), cross=False)

@@ -46,9 +46,6 @@ class Snows(Method):
     targets: Literal["dense", "same"] = "dense"  # same, as released: the dense block on what enters the pruned one
     warm_start: bool = False  # first fit the layer's own output to the dense model's; not for depthwise filters
 
-    def needs(self) -> frozenset[str]:
-        return frozenset({"shapes"})
-
     def masked(self) -> bool:
         return True
 
