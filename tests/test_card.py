@@ -135,6 +135,16 @@ def test_a_model_that_came_in_small() -> None:
     assert "starfish slim" not in text
 
 
+def test_whose_labels_the_images_had() -> None:
+    """None were needed, the user's own, or the dense model's answers."""
+    for labels, images in (
+        (None, "unlabeled images"),
+        ("given", "images"),
+        ("model", "images that the dense model labelled"),
+    ):
+        assert f"on 1000 {images} by starfish" in card("timm/deit_tiny_patch16_224", {**LABELLED, "labels": labels})
+
+
 def test_methods_in_a_row_each_with_figures_and_settings() -> None:
     """What came of each, and its settings by its name; a single method reads the same way without the table."""
     settings = {"corp": {"ridge": "auto"}, "starfish": {"lr": 0.0006, "epochs": 10}}

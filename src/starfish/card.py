@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from starfish.tables import proof, score_rows, speed_rows, stage_rows
+from starfish.tables import markdown, proof, score_rows, speed_rows, stage_rows
 
 FOLDER = "RUN"  # how the card calls the folder that it lies in
+IMAGES = {None: "unlabeled images", "given": "images", "model": "images that the dense model labelled"}
 KINDS = {"neuron": "MLP neurons", "qk": "query-key dimensions", "channel": "channels"}
 
 
@@ -24,7 +24,7 @@ def model_card(result: dict[str, Any], config: dict[str, Any]) -> str:
             _what_was_done(result),
             *_cut_out(result),
             "",
-            *_table([("", "dense", "pruned", "healed"), *score_rows(result)]),
+            *markdown([("", "dense", "pruned", "healed"), *score_rows(result)]),
             "",
             *_stages(result),
             _measured_on(result),
@@ -81,7 +81,7 @@ def _what_was_done(result: dict[str, Any]) -> str:
     are = "were" if "slim" in result else "are"
     return (
         f"{100 * result['sparsity']:.1f} % of the weights under the masks {are} zero. "
-        f"The others were healed with {methods} on {result['images']} unlabeled images by "
+        f"The others were healed with {methods} on {result['images']} {IMAGES[result.get('labels')]} by "
         f"starfish {result['versions'].get('starfish-heal', '')}; {proof(result)}."
     )
 
@@ -110,13 +110,13 @@ def _counted(units: dict[str, dict[str, int]]) -> str:
 
 def _stages(result: dict[str, Any]) -> list[str]:
     rows = stage_rows(result.get("stages", []))
-    return ["Method by method:", "", *_table(rows), ""] if rows else []
+    return ["Method by method:", "", *markdown(rows), ""] if rows else []
 
 
 def _costs(result: dict[str, Any]) -> list[str]:
     """The figures of dense, masked and small model, what they mean, and how to come by the small one."""
     speed = result.get("speed", {})  # runs of old have none
-    lines = [*_table(speed_rows(speed)), "", speed["verdict"], ""] if speed else []
+    lines = [*markdown(speed_rows(speed)), "", speed["verdict"], ""] if speed else []
     if "slim" in result or (speed and "masked" not in speed):
         return lines  # this is the small model
     zeros = "The zeros are stored as zeros: this file is as large as the dense model's."
@@ -140,12 +140,6 @@ def _loading(config: dict[str, Any]) -> list[str]:
         return ["import starfish", "", f'model = starfish.load("{FOLDER}")']
     return ["from safetensors.torch import load_file", "",
             f'model.load_state_dict(load_file("{FOLDER}/model.safetensors"))  # your own model']  # fmt: skip
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """In Markdown; the first row has the names."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def _command(facts: dict[str, Any]) -> list[str]:

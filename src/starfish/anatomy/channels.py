@@ -325,7 +325,7 @@ def _own_norms(net: nn.Module, inputs: Any, layers: Sequence[str]) -> dict[str, 
     """Layer → the BatchNorm that reads its output as it is, while nothing else does."""
     named = net.named_modules()
     norms = [name for name, module in named if isinstance(module, _BatchNorm) and module.running_mean is not None]
-    if not norms:
+    if not norms or next(net.parameters()).is_meta:  # without numbers nothing can be tried
         return {}
     readers = activations.readers(net, inputs, layers, norms)
     times = Counter(norm for found in readers.values() for norm in found)
