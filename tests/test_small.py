@@ -20,13 +20,15 @@ import transformers
 from torch import Tensor, nn
 
 import starfish
-from cases import IMAGES, Case, tiny_cnn, tiny_vit
+from cases import IMAGES, LABELS, Case, tiny_cnn, tiny_vit
 from starfish.activations import logits
 from starfish.anatomy import find
 from starfish.anatomy.attention import is_narrow, narrowable
 from starfish.core import Anatomy, Masks
+from starfish.data import Preprocess, StoredImages
 from starfish.masks import apply_
 from starfish.models import small_config
+from starfish.pruners.kwon import ByKwon
 from starfish.pruners.structured import Structured
 from starfish.small import (
     cut_of,
@@ -477,3 +479,17 @@ def test_parameters_of_published_models_at_half(name: str, scope: str) -> None:
     assert round(found / 1e6, 1) == IN_MILLIONS[name][list(EXACTLY).index(scope)]
     if "base" in name:
         assert found == EXACTLY[scope]
+
+
+def test_heads_that_nothing_hears_stay_as_zeros_while_neurons_are_cut() -> None:
+    """Kwon's masks take whole heads: queries, keys and values, and what reads these. There is no narrower attention for
+    them, but neither do they keep the rest from being cut."""
+    model = tiny_vit()
+    labelled = StoredImages(IMAGES, Preprocess(), LABELS)
+    masks = starfish.prune(model, ByKwon(0.5, scope="heads+mlp", batch=4), labelled)
+    assert any(not mask.any(0).all() for name, mask in masks.items() if name.endswith("attn.proj.weight"))
+    apply_(model, masks)
+    small = starfish.slim(model, masks, IMAGES)
+    sizes = [sum(parameter.numel() for parameter in net.parameters()) for net in (small, model)]
+    assert sizes[0] < sizes[1]
+    torch.testing.assert_close(small(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)

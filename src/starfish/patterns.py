@@ -88,6 +88,7 @@ class _Family:
         self.gone = dead.all(0)
         self.partly = dead.any(0) & ~self.gone
         self.by_head = tuple(int(lost) for lost in self.gone.view(unit.groups, -1).sum(1))
+        self.silent = _silent_heads(unit, masks, anatomy) if unit.kind == "qk" else set()  # they stay, as zeros
 
     def summary(self) -> UnitSummary:
         unit, low, high = self.unit, min(self.by_head), max(self.by_head)
@@ -112,11 +113,21 @@ class _Family:
                 f"`{self.unit.block}`: {count} of {self.unit.count} {self.name} are zero in some of their weights only"
                 f" ({where}), so they cannot be cut out"
             )
-        unequal = set(self.by_head) - {self.unit.count // self.unit.groups}  # heads that are gone whole stay as zeros
-        if self.unit.kind == "qk" and len(unequal) > 1:
+        heard = {lost for head, lost in enumerate(self.by_head) if head not in self.silent}
+        if self.unit.kind == "qk" and len(heard) > 1:
             lost = ", ".join(str(count) for count in self.by_head)
             found.append(f"`{self.unit.block}`: the heads lose unequal numbers of {self.name} ({lost})")
         return found
+
+
+def _silent_heads(unit: Unit, masks: Masks, anatomy: Anatomy) -> set[int]:
+    """Heads whose values nothing reads: their columns of the attention's output layer are all zero."""
+    outs = [name for name in masks if anatomy.roles.get(name) == "out" and name.startswith(f"{unit.holder}.")]
+    silent: set[int] = set()
+    for name in outs:
+        heads = masks[name].any(0).view(unit.groups, -1).any(1)
+        silent |= set((~heads).nonzero()[:, 0].tolist())
+    return silent
 
 
 def _is_weight(part: Part, masks: Masks, anatomy: Anatomy) -> bool:
