@@ -192,3 +192,15 @@ def test_long_cells_are_whole_where_there_is_no_terminal(capsys: pytest.CaptureF
     name = "vit.encoder.layer.11.attention.attention.query.weight" * 2
     table(("parameter", "zeros"), [(name, "50.0")])
     assert name in capsys.readouterr().out
+
+
+def test_a_stage_that_comes_again_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layer by layer the statistics are gathered anew: a line each would drown the rest."""
+
+    def work() -> Iterator[Row]:
+        for _ in range(5):
+            yield {"stage": "statistics", "done": 2, "total": 2}
+        yield {"stage": "healed", "done": 1, "total": 1}
+
+    watch(work())  # type: ignore[arg-type]
+    assert capsys.readouterr().err.splitlines() == ["statistics 2/2", "healed 1/1"]

@@ -94,11 +94,12 @@ def place(row: Row) -> tuple[str, int, int]:
 
 
 class _Plain:
-    """A line when a stage ends, and every ten seconds."""
+    """A line when a stage ends for the first time, and every ten seconds."""
 
     def __init__(self) -> None:
         self.pace = _Pace()
         self.last = time.monotonic()
+        self.ended: set[str] = set()  # layer by layer the same stages come again and again
 
     def __enter__(self) -> _Plain:
         return self
@@ -109,8 +110,10 @@ class _Plain:
     def see(self, row: Row) -> None:
         stage, done, total = place(row)
         self.pace.see(row)
-        if done == total or time.monotonic() - self.last > QUIET_SECONDS:
+        first_end = done == total and stage not in self.ended
+        if first_end or time.monotonic() - self.last > QUIET_SECONDS:
             self.last = time.monotonic()
+            self.ended |= {stage} if done == total else set()
             epoch = f"epoch {row['epoch']} " if "epoch" in row else ""
             say(f"{stage} {done}/{total} {epoch}{self.pace.text(row)}".rstrip())
 
@@ -161,7 +164,7 @@ class _Pace:
         if "stage" in row:
             return ""
         parts = [f"{name} {row[name]:.4f}" for name in ("loss", "cosine") if isinstance(row.get(name), float)]
-        if len(self.seen) > 1:
+        if len(self.seen) > 1 and row.get("images"):
             elapsed = self.seen[-1][0] - self.seen[0][0]
             parts.append(f"{sum(images for _, images in self.seen[1:]) / max(elapsed, 1e-9):.0f} images/s")
         return " ".join(parts)
