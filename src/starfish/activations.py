@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -142,6 +143,19 @@ class Product:
     dilation: tuple[int, ...] = ()
     groups: int = 1
 
+    def padded(self) -> Tensor:
+        """What the kernel moved over."""
+        if self.padding == "valid":
+            return self.x
+        sides: list[int] = []
+        for place in reversed(range(len(self.kernel))):  # F.pad begins with the last dimension
+            if isinstance(self.padding, str):  # same: what is odd goes behind, as in torch
+                total = self.dilation[place] * (self.kernel[place] - 1)
+                sides += [total // 2, total - total // 2]
+            else:
+                sides += [self.padding[place]] * 2
+        return F.pad(self.x, sides) if any(sides) else self.x
+
 
 class Products(TorchFunctionMode):
     """Tells of every multiplication by one of these weights, whichever module does it and however it pads before."""
@@ -158,6 +172,15 @@ class Products(TorchFunctionMode):
             if name is not None:
                 self._see(_product(name, given))
         return function(*args, **(kwargs or {}))
+
+
+def product_of(layer: nn.Module, x: Tensor) -> Product:
+    """How this layer multiplies x by its weight, whatever its class does before that."""
+    found: list[Product] = []
+    weight: Any = layer.weight
+    with torch.no_grad(), Products({"": weight}, found.append):
+        layer.forward(x)  # past its hooks
+    return found[0]
 
 
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

@@ -281,10 +281,10 @@ def _parts(one: Product) -> list[slice]:
 
 def patches(one: Product, images: slice) -> Tensor:
     """x_GNI in float64: what each output of these images is a product of."""
-    x = exact(one.x[images])
+    one = replace(one, x=exact(one.x[images]))
     if not one.kernel:
-        return x.reshape(1, -1, x.shape[-1])
-    x = _padded(x, one)
+        return one.x.reshape(1, -1, one.x.shape[-1])
+    x = one.padded()
     kernel, stride, dilation = ((1,) * (2 - len(side)) + side for side in (one.kernel, one.stride, one.dilation))
     x = x if x.ndim == 4 else x[:, :, None]
     if kernel == (1, 1):
@@ -294,16 +294,3 @@ def patches(one: Product, images: slice) -> Tensor:
     B, _, N = columns.shape
     taps = math.prod(kernel)
     return columns.view(B, one.groups, -1, taps, N).permute(1, 0, 4, 3, 2).reshape(one.groups, B * N, -1)
-
-
-def _padded(x: Tensor, one: Product) -> Tensor:
-    if one.padding == "valid":
-        return x
-    sides = []
-    for place in reversed(range(len(one.kernel))):  # F.pad begins with the last dimension
-        if isinstance(one.padding, str):  # same: what is odd goes behind, as in torch
-            total = one.dilation[place] * (one.kernel[place] - 1)
-            sides += [total // 2, total - total // 2]
-        else:
-            sides += [one.padding[place]] * 2
-    return F.pad(x, sides) if any(sides) else x

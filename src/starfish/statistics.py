@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from starfish.activations import Taps, call
+from starfish.activations import Taps, call, product_of
 from starfish.anatomy.attention import narrowable
 from starfish.anatomy.narrow import attentions_
 from starfish.cache import Cache
@@ -193,8 +193,10 @@ class Heard:
         layer = self.ears.get_submodule(path_of(part))
         if not isinstance(layer, (nn.Conv1d, nn.Conv2d)):
             return self.rows(unit, part)
-        x = self._input(part).narrow(1, part.start, unit.count)
-        return exact(_unfolded(x, layer)).transpose(1, 2)
+        one = product_of(layer, self._input(part))
+        x = exact(one.padded().narrow(1, part.start, unit.count))
+        kernel, dilation, stride = ((1,) * (2 - len(side)) + side for side in (one.kernel, one.dilation, one.stride))
+        return F.unfold(x[:, :, None] if x.ndim == 3 else x, kernel, dilation, 0, stride).transpose(1, 2)
 
     def queries(self, unit: Unit) -> Tensor:
         """x_BHND, in float64"""
@@ -232,14 +234,6 @@ class Heard:
 def taps_of(layer: nn.Module) -> int:
     """Positions of its input that one position of its output reads."""
     return layer.weight[0, 0].numel() if isinstance(layer, (nn.Conv1d, nn.Conv2d)) else 1
-
-
-def _unfolded(x: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
-    """x_BCN of the patches. Where a class of its own pads by rules of its own, those that need no padding."""
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    x = F.pad(x, layer._reversed_padding_repeated_twice, mode)
-    sizes = [(1,) * (2 - len(each)) + tuple(each) for each in (layer.kernel_size, layer.dilation, layer.stride)]
-    return F.unfold(x[:, :, None] if x.ndim == 3 else x, sizes[0], sizes[1], 0, sizes[2])
 
 
 def path_of(part: Part) -> str:

@@ -17,7 +17,7 @@ from starfish.data import spread
 from starfish.errors import UserError
 from starfish.grams import Gram, Inputs, Sweep, as_matrix, as_weight, groups_of
 from starfish.masks import restart_
-from starfish.methods.solves import damped, errors, restricted, sparsegpt, upper
+from starfish.methods.solves import damped, errors, restricted_in_groups, sparsegpt, upper
 
 ROWS = 1024  # of a layer at a time
 TINY = 1e-300
@@ -47,20 +47,20 @@ class SparseGPT(FromDense):
     memory_gb: float = 1.0  # of Gram matrices at a time; what needs more takes another pass over the images
 
     def fit(self, job: Job) -> Iterator[Row]:
-        yield from _layer_by_layer(job, self, lambda H_II: partial(_swept, upper(H_II), self.block), cross=False)
+        yield from _layer_by_layer(job, self, lambda H_GII: partial(_swept, upper(H_GII), self.block), cross=False)
 
 
 Solver = Callable[[Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
-"""H_II, damped → a function of (W_OI dense, B_OI, mask_OI) that gives new rows, of small w H wᵀ − 2 w·b."""
+"""H_GII, damped → a function of (W_GOI dense, B_GOI, mask_GOI) that gives new rows, of small w H wᵀ − 2 w·b."""
 
 
-def _restricted(H_II: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda W_OI, B_OI, mask_OI: restricted(H_II, B_OI, mask_OI, W_OI)
+def _restricted(H_GII: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda W_GOI, B_GOI, mask_GOI: restricted_in_groups(H_GII, B_GOI, mask_GOI, W_GOI)
 
 
-def _swept(U_II: Tensor, block: int, W_OI: Tensor, B_OI: Tensor, mask_OI: Tensor) -> Tensor:
+def _swept(U_GII: Tensor, block: int, W_GOI: Tensor, B_GOI: Tensor, mask_GOI: Tensor) -> Tensor:
     """Towards what the dense weights would make of the same inputs, so that B is not looked at."""
-    return sparsegpt(W_OI, U_II, lambda part, _, __: mask_OI[:, part], block=block)[0]
+    return sparsegpt(W_GOI, U_GII, lambda part, _, __: mask_GOI[..., part], block=block)[0]
 
 
 def _layer_by_layer(job: Job, method: LeastSquares | SparseGPT, solver: Solver, *, cross: bool) -> Iterator[Row]:
@@ -95,27 +95,26 @@ def _layer_by_layer(job: Job, method: LeastSquares | SparseGPT, solver: Solver, 
 def _solve_(job: Job, gram: Gram, solver: Solver, damp: float) -> Tensor:
     """Write one layer's new weights; its error before and after."""
     weight, groups = job.model.get_parameter(gram.name), groups_of(job.dense, gram.name)
-    W_GOI = as_matrix(job.dense.get_parameter(gram.name), groups)
-    mask_GOI = as_matrix(job.masks[gram.name], groups)
+    dense_GOI = as_matrix(job.dense.get_parameter(gram.name), groups)
+    kept_GOI = as_matrix(job.masks[gram.name], groups)
     own_GII = gram.take("own")
     cross_GII, energy_GO = (gram.take(which) if which in gram.sums else None for which in ("cross", "energy"))
-    new_GOI, total = torch.zeros_like(W_GOI), own_GII.new_zeros(3)
-    for g in range(groups):
-        H_II = damped(own_GII[g], damp)
-        solve = solver(H_II)
-        for rows in (slice(start, start + ROWS) for start in range(0, W_GOI.shape[1], ROWS)):
-            mask_OI = mask_GOI[g, rows].to(H_II.device)
-            W_OI = W_GOI[g, rows].to(H_II) * (own_GII[g].diagonal() > 0)  # what was never read counts for nothing
-            B_OI = W_OI @ H_II
-            constant_O = (B_OI * W_OI).sum(1)
-            if cross_GII is not None and energy_GO is not None:  # the damping draws towards the dense weights
-                ridge_OI = B_OI - W_OI @ own_GII[g]
-                constant_O = energy_GO[g, rows] + (ridge_OI * W_OI).sum(1)
-                W_OI = W_GOI[g, rows].to(H_II)
-                B_OI = W_OI @ cross_GII[g].mT + ridge_OI
-            new_OI = solve(W_OI, B_OI, mask_OI) * mask_OI
-            new_GOI[g, rows] = new_OI.to(new_GOI)
-            pair = [errors(each, H_II, B_OI, constant_O).sum() for each in (W_OI * mask_OI, new_OI)]
-            total += torch.stack([*pair, constant_O.sum()])
+    H_GII, heard_GI = damped(own_GII, damp), own_GII.diagonal(dim1=1, dim2=2)[:, None] > 0
+    solve = solver(H_GII)
+    new_GOI, total = torch.zeros_like(dense_GOI), own_GII.new_zeros(3)
+    for rows in (slice(start, start + ROWS) for start in range(0, dense_GOI.shape[1], ROWS)):
+        mask_GOI = kept_GOI[:, rows].to(H_GII.device)
+        W_GOI = dense_GOI[:, rows].to(H_GII) * heard_GI  # what was never read counts for nothing
+        B_GOI = W_GOI @ H_GII
+        constant_GO = (B_GOI * W_GOI).sum(-1)
+        if cross_GII is not None and energy_GO is not None:  # the damping draws towards the dense weights
+            ridge_GOI = B_GOI - W_GOI @ own_GII
+            constant_GO = energy_GO[:, rows] + (ridge_GOI * W_GOI).sum(-1)
+            W_GOI = dense_GOI[:, rows].to(H_GII)
+            B_GOI = W_GOI @ cross_GII.mT + ridge_GOI
+        found_GOI = solve(W_GOI, B_GOI, mask_GOI) * mask_GOI
+        new_GOI[:, rows] = found_GOI.to(new_GOI)
+        pair = [errors(each, H_GII, B_GOI, constant_GO).sum() for each in (W_GOI * mask_GOI, found_GOI)]
+        total += torch.stack([*pair, constant_GO.sum()])
     weight.copy_(as_weight(new_GOI, weight))
     return (total[:2] / total[2].clamp_min(TINY)).cpu()

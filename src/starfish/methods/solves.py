@@ -1,7 +1,8 @@
 """Least squares on a support, the update of SparseGPT and the greedy choice of ExactOBS (methods.md 4).
 
-O rows of a layer, each with its own support, share one Gram matrix H (I × I). The error of a row w is w H wᵀ − 2 w·b
-plus a constant, with b = w_dense H where the layer reads what the dense one does.
+O rows of a layer, each with its own support, share one Gram matrix H (I × I); a convolution may have G groups of both.
+The error of a row w is w H wᵀ − 2 w·b plus a constant, with b = w_dense H where the layer reads what the dense one
+does.
 """
 
 from __future__ import annotations
@@ -15,29 +16,43 @@ RETRIES = 6  # each with ten times the damping
 EIGENVALUE_FLOOR = 1e-8  # of the largest
 MEMORY = 2**28  # bytes of the systems that are solved at a time
 SHARED = 8  # rows to a support from which one factorisation serves them all
+NARROW = 64  # columns of a group up to which all groups are solved at once
 DIRECT = 2048  # survivors of a row up to which its system is factorised; above it conjugate gradients are used
 LAZY = 32  # steps of ExactOBS between two updates of its inverses
 TOLERANCE, STEPS = 1e-9, 1000  # of conjugate gradients: least relative residual, most steps
 
 
-def damped(H_II: Tensor, damp: float) -> Tensor:
+def damped(H_GII: Tensor, damp: float) -> Tensor:
     """H + damp · mean(diag H), more where that is not positive definite; inputs that are always zero get a 1."""
-    H_II = (H_II + H_II.mT) / 2
-    diagonal_I = H_II.diagonal()
-    H_II = H_II + torch.diag((diagonal_I == 0).to(H_II))
-    ridge_II = diagonal_I.mean() * torch.eye(len(H_II), dtype=H_II.dtype, device=H_II.device)
+    H_GII = (H_GII + H_GII.mT) / 2
+    diagonal_GI = H_GII.diagonal(dim1=-2, dim2=-1)
+    H_GII = H_GII + torch.diag_embed((diagonal_GI == 0).to(H_GII))
+    ridge_GII = diagonal_GI.mean(-1)[..., None, None] * torch.eye(
+        H_GII.shape[-1], dtype=H_GII.dtype, device=H_GII.device
+    )
     for attempt in range(RETRIES + 1):
-        found: Tensor = H_II + max(damp, 1e-12 if attempt else 0.0) * 10**attempt * ridge_II
-        if not int(torch.linalg.cholesky_ex(found).info):
+        found: Tensor = H_GII + max(damp, 1e-12 if attempt else 0.0) * 10**attempt * ridge_GII
+        if not bool(torch.linalg.cholesky_ex(found).info.any()):
             return found
-    values, vectors = torch.linalg.eigh(H_II)
-    nearest: Tensor = vectors * values.clamp_min(EIGENVALUE_FLOOR * float(values[-1])) @ vectors.mT
+    values, vectors = torch.linalg.eigh(H_GII)
+    floored_GI = torch.maximum(values, EIGENVALUE_FLOOR * values[..., -1:])
+    nearest: Tensor = (vectors * floored_GI[..., None, :]) @ vectors.mT
     return nearest
 
 
-def errors(W_OI: Tensor, H_II: Tensor, B_OI: Tensor, constant_O: Tensor) -> Tensor:
+def errors(W_GOI: Tensor, H_GII: Tensor, B_GOI: Tensor, constant_GO: Tensor) -> Tensor:
     """Of each row."""
-    return ((W_OI @ H_II - 2 * B_OI) * W_OI).sum(-1) + constant_O
+    return ((W_GOI @ H_GII - 2 * B_GOI) * W_GOI).sum(-1) + constant_GO
+
+
+def restricted_in_groups(H_GII: Tensor, B_GOI: Tensor, mask_GOI: Tensor, start_GOI: Tensor) -> Tensor:
+    """`restricted` for each group; those of few columns, such as depthwise filters, all at once."""
+    groups, rows, columns = B_GOI.shape
+    if groups == 1 or columns > NARROW:
+        each = zip(H_GII, B_GOI, mask_GOI, start_GOI, strict=True)
+        return torch.stack([restricted(*group) for group in each])
+    whole_GOII = H_GII[:, None].expand(-1, rows, -1, -1)
+    return _solved(whole_GOII, B_GOI, mask_GOI)
 
 
 def restricted(H_II: Tensor, B_OI: Tensor, mask_OI: Tensor, start_OI: Tensor) -> Tensor:
@@ -66,17 +81,20 @@ def _slices(count: int, bytes_each: int) -> list[slice]:
 
 
 def _on_supports(H_II: Tensor, B_OI: Tensor, mask_OI: Tensor) -> Tensor:
-    """One system a row, padded with the identity to the size of the largest."""
+    """One system a row, of the size of the largest."""
     most = int(mask_OI.sum(1).max())
     index_OS = mask_OI.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    there_OS = mask_OI.gather(1, index_OS)
     H_OSS = H_II[index_OS[:, :, None], index_OS[:, None, :]]
-    H_OSS = torch.where(there_OS[:, :, None] & there_OS[:, None, :], H_OSS, 0.0) + torch.diag_embed(
-        (~there_OS).double()
-    )
-    b_OS = torch.where(there_OS, B_OI.gather(1, index_OS), 0.0)
-    w_OS = torch.cholesky_solve(b_OS[..., None], torch.linalg.cholesky(H_OSS))[..., 0]
+    w_OS = _solved(H_OSS, B_OI.gather(1, index_OS), mask_OI.gather(1, index_OS))
     return torch.zeros_like(B_OI).scatter_(1, index_OS, w_OS)
+
+
+def _solved(H_OSS: Tensor, b_OS: Tensor, there_OS: Tensor) -> Tensor:
+    """Systems of which some rows and columns are not there: the identity stands for them."""
+    both_OSS = there_OS[..., :, None] & there_OS[..., None, :]
+    H_OSS = torch.where(both_OSS, H_OSS, 0.0) + torch.diag_embed((~there_OS).to(H_OSS))
+    right_OS = torch.where(there_OS, b_OS, 0.0)
+    return torch.cholesky_solve(right_OS[..., None], torch.linalg.cholesky(H_OSS))[..., 0]
 
 
 def conjugate_gradients(H_II: Tensor, B_OI: Tensor, mask_OI: Tensor, start_OI: Tensor) -> Tensor:
@@ -105,14 +123,15 @@ Choose = Callable[[slice, Tensor, Tensor], Tensor]
 
 
 def sparsegpt(
-    W_OI: Tensor, U_II: Tensor, choose: Choose, *, block: int, starts: Sequence[int] = ()
+    W_GOI: Tensor, U_GII: Tensor, choose: Choose, *, block: int, starts: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """SparseGPT's pass from left to right (4.3): new weights, what stays, and the errors E, with W − W′ = E U.
 
-    What stays is chosen at each of `starts` for the columns up to the next; without them, at each block.
+    What stays is chosen at each of `starts` for the columns up to the next; without them, at each block. There may be
+    groups in front or none.
     """
-    W_OI, columns = W_OI.clone(), len(U_II)
-    kept_OI, E_OI = torch.ones_like(W_OI, dtype=torch.bool), torch.zeros_like(W_OI)
+    W_GOI, columns, diagonal_GI = W_GOI.clone(), U_GII.shape[-1], U_GII.diagonal(dim1=-2, dim2=-1)
+    kept_GOI, E_GOI = torch.ones_like(W_GOI, dtype=torch.bool), torch.zeros_like(W_GOI)
     bounds = [*(starts or range(0, columns, block)), columns]
     first = 0
     while first < columns:
@@ -120,18 +139,18 @@ def sparsegpt(
         for j in range(first, last):
             if j in bounds:
                 part = slice(j, bounds[bounds.index(j) + 1])
-                kept_OI[:, part] = choose(part, W_OI[:, part], U_II.diagonal()[part])
-            E_OI[:, j] = W_OI[:, j] * ~kept_OI[:, j] / U_II[j, j]
-            W_OI[:, j:last] -= torch.outer(E_OI[:, j], U_II[j, j:last])
-        W_OI[:, last:] -= E_OI[:, first:last] @ U_II[first:last, last:]
+                kept_GOI[..., part] = choose(part, W_GOI[..., part], diagonal_GI[..., part])
+            E_GOI[..., j] = W_GOI[..., j] * ~kept_GOI[..., j] / diagonal_GI[..., j, None]
+            W_GOI[..., j:last] -= E_GOI[..., j, None] * U_GII[..., j, None, j:last]
+        W_GOI[..., last:] -= E_GOI[..., first:last] @ U_GII[..., first:last, last:]
         first = last
-    return W_OI * kept_OI, kept_OI, E_OI
+    return W_GOI * kept_GOI, kept_GOI, E_GOI
 
 
-def upper(H_II: Tensor) -> Tensor:
+def upper(H_GII: Tensor) -> Tensor:
     """U with H⁻¹ = Uᵀ U."""
-    U_II: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H_II)), upper=True)
-    return U_II
+    U_GII: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H_GII)), upper=True)
+    return U_GII
 
 
 def greedy(W_OI: Tensor, H_II: Tensor, *, n: int = 0, starts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
