@@ -121,7 +121,7 @@ class Comparison:
 
     def write(self) -> dict[str, Any]:
         """Make the tables of all runs that are finished; returns what compare.json holds."""
-        found = {**self.facts, "rows": _rows(self._results())}
+        found = {**self.facts, "rows": _rows(self._results(), self.facts["memory"]["base_mb"])}
         write_text(self.folder / "compare.md", _page(found))
         write_text(self.folder / "compare.csv", _spread_sheet(found["rows"]))
         write_json(self.folder / "compare.json", found)
@@ -206,7 +206,7 @@ def _add_to(before: dict[str, Any], facts: dict[str, Any], folder: Path) -> None
     facts["left_out"] = {name: reason for name, reason in left_out.items() if name not in facts["methods"]}
 
 
-def _rows(results: dict[str, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _rows(results: dict[str, dict[int, dict[str, Any]]], base_mb: float | None) -> list[dict[str, Any]]:
     """The dense model, the plain mask, then a row for each method."""
     if not results:
         return []
@@ -214,18 +214,20 @@ def _rows(results: dict[str, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]
     perfect = {"agreement": 100.0, "kl": 0.0, "cosine": 1.0}
     plain = {name: one["fidelity"][name]["pruned"] for name in perfect}
     return [
-        _reference("dense", one, "dense", perfect),
-        _reference("mask", one, "pruned", plain),
+        _reference("dense", one, "dense", perfect, base_mb),
+        _reference("mask", one, "pruned", plain, base_mb),
         *(_row(name, found) for name, found in results.items()),
     ]
 
 
-def _reference(name: str, result: dict[str, Any], which: str, fidelity: dict[str, float]) -> dict[str, Any]:
+def _reference(
+    name: str, result: dict[str, Any], which: str, fidelity: dict[str, float], base_mb: float | None
+) -> dict[str, Any]:
     """A row for what no method has touched: as if it had been healed to what it is."""
     accuracy, top5 = ({**result[key], "healed": result[key][which]} for key in ("accuracy", "accuracy_top5"))
     pairs = {key: {"pruned": result["fidelity"][key]["pruned"], "healed": value} for key, value in fidelity.items()}
     return {"method": name, "accuracy": accuracy, "accuracy_top5": top5, "fidelity": pairs, "seconds": NO_SECONDS,
-            "peak_rss_mb": None, "settings": {}, "seeds": [], "std": None, "stages": [], "runs": []}  # fmt: skip
+            "peak_rss_mb": base_mb, "settings": {}, "seeds": [], "std": None, "stages": [], "runs": []}  # fmt: skip
 
 
 def _row(name: str, found: dict[int, dict[str, Any]]) -> dict[str, Any]:

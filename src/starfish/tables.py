@@ -61,7 +61,7 @@ def _compared(row: dict[str, Any], labels: bool) -> tuple[str, ...]:
                 ("cosine", fidelity["cosine"]["healed"], 4)]  # fmt: skip
     shown = [f"{value:.{digits}f}" + (f" ± {std[name]:.{digits}f}" if name in std else "")
              for name, value, digits in figures]  # fmt: skip
-    if row["peak_rss_mb"] is None:  # no method
+    if not row["seeds"]:  # no method
         return (row["method"], *shown, "–", "–")
     seconds = f"{row['seconds']['alone']:.1f}" + (" *" if row["seconds"]["shared"] else "")
     return (row["method"], *shown, seconds, f"{row['peak_rss_mb']:.0f}")
