@@ -309,7 +309,7 @@ def test_what_is_refused() -> None:
         starfish.prune(model, QUICK, unlabelled)
     with pytest.raises(UserError, match="no labels"):
         QUICK.choose(model, anatomy, unlabelled)
-    with pytest.raises(UserError, match="label 9 and the model 5 classes"):
+    with pytest.raises(UserError, match=r"a label \d and the model has 5 classes"):
         QUICK.choose(model, anatomy, StoredImages(IMAGES.double(), Preprocess(), LABELS + 5))
     refused: list[tuple[dict[str, Any], str]] = [
         ({"sparsity": 0.99}, "cannot go"), ({"sparsity": 1.0}, "sparsity"), ({"scope": "heads+qk"}, "takes its"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import starfish
 from cases import IMAGES, tiny_cnn, tiny_vit
+from starfish.anatomy import find
 from starfish.core import Masks
 from starfish.data import as_images
 from starfish.heal import job_of
@@ -88,8 +90,6 @@ def test_layers_are_fitted_to_the_dense_ones_on_what_they_read(inputs: str) -> N
     names, dense_reads = list(masks), reads(model, x)
     at_work = deepcopy(model)
     with torch.no_grad():
-        for name, mask in masks.items():
-            at_work.get_parameter(name).mul_(mask)
         for place, name in enumerate(names):
             if inputs != "block" or place % 2 == 0:  # both layers of a block read what they do before either is fitted
                 own = dense_reads if inputs == "dense" else reads(at_work, x)
@@ -190,7 +190,7 @@ def test_rows_are_solved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_negative_damping_is_refused() -> None:
     model, x = chain(), torch.randn(30, 6, dtype=torch.float64)
     with pytest.raises(starfish.UserError, match="`damp` is -1"):
-        healed(model, thinned(model), x, LeastSquares(damp=-1))
+        starfish.heal_(deepcopy(model), model, thinned(model), x, LeastSquares(damp=-1))
 
 
 def test_a_smaller_model_has_no_dense_weights_to_be_fitted_to() -> None:
@@ -200,3 +200,19 @@ def test_a_smaller_model_has_no_dense_weights_to_be_fitted_to() -> None:
     small = starfish.slim(model, masks, IMAGES)
     with pytest.raises(starfish.UserError, match="this model has been made smaller"):
         starfish.heal_(small, model, starfish.remaining(small, model), IMAGES, LeastSquares())
+
+
+def test_sparsegpt_makes_of_its_own_mask_what_its_pruner_had_made() -> None:
+    """The pruner updates as it chooses; given its mask, the method comes to the very weights."""
+    model, images = tiny_vit().double(), IMAGES.double()
+    made: dict[str, Tensor] = {}
+    pruner = starfish.BySparseGPT(0.6, inputs="block")
+    masks = starfish.prune(model, pruner, images)
+    found, _ = healed(model, masks, images, SparseGPT(inputs="block"))
+    anatomy = find(model, images[:2])
+    work = pruner.choosing(model, anatomy, as_images(images))
+    for _ in work:  # the student of the pruner is its own: seen between two rows
+        frame = inspect.getgeneratorlocals(work.gi_yieldfrom)  # type: ignore[attr-defined]
+        made = {name: frame["student"].get_parameter(name).detach().clone() for name in masks}
+    for name in masks:
+        torch.testing.assert_close(found.get_parameter(name), made[name], rtol=1e-6, atol=1e-9)

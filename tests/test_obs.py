@@ -6,18 +6,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import starfish
 from cases import IMAGES, tiny_cnn, tiny_vit
+from networks import seeded
 from starfish.anatomy import find
 from starfish.core import Pruner, finish
 from starfish.data import as_images
 from starfish.grams import Sweep, as_matrix
 from starfish.methods.solves import damped, errors, restricted
 from starfish.pruners.magnitude import Magnitude
-from starfish.pruners.obs import ByObs, BySparseGPT, group_starts
+from starfish.pruners.obs import ByObs, BySparseGPT, _cheapest_first, group_starts
 
 PRUNERS = [BySparseGPT, ByObs]
+
+
+class Separable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep, self.point = nn.Conv2d(3, 3, 3, padding=1, groups=3), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.point(torch.relu(self.deep(x)))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("pruner", PRUNERS)
@@ -84,3 +95,23 @@ def test_the_rows_of_a_scope_alone() -> None:
 def test_groups_begin_anew_at_each_tap() -> None:
     """Three taps of six inputs in groups of four: four and two, three times."""
     assert list(group_starts(18, 6, 4)) == [0, 4, 6, 10, 12, 16]
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("sparsity", [0.05, 0.5, 0.95])
+def test_the_channels_of_a_depthwise_layer_share_its_budget(pruner: Any, sparsity: float) -> None:
+    """Nine weights each, they lose so many together and to the weight; not each the same, rounded."""
+    model = seeded(lambda: nn.Sequential(Separable(), Separable())).double()
+    masks = starfish.prune(model, pruner(sparsity, scope="all", inputs="dense"), IMAGES.double())
+    for name, mask in masks.items():
+        assert int((~mask).sum()) == round(sparsity * mask.numel()), name
+
+
+def test_a_row_loses_a_first_part_of_its_order() -> None:
+    """A step that is cheaper than one before it waits for that one."""
+    loss = torch.tensor([[1.0, 5.0, 2.0, 6.0], [3.0, 3.0, 3.0, 9.0]])
+    for count in range(9):
+        taken = _cheapest_first(loss, count)
+        assert int(taken.sum()) == count
+        assert (taken.int().cummin(1).values == taken.int()).all()
+    assert _cheapest_first(loss, 4).tolist() == [[True, False, False, False], [True, True, True, False]]

@@ -29,7 +29,7 @@ def quick(name: str) -> Pruner:
     return replace(pruner, **{key: value for key, value in QUICK.get(name, {}).items()})
 
 
-QUICK = {"cbs": {"trials": 3, "iterations": 4}, "chita": {"stages": 2}}
+QUICK = {"cbs": {"trials": 3, "iterations": 4}, "chita": {"stages": 2}, "falcon": {"flops": 0.5}}
 
 
 @pytest.mark.parametrize("name", PRUNERS)

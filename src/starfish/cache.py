@@ -39,6 +39,13 @@ class Cache:
         common = f"{VERSION} {type(model).__name__} {digest(model)} {self._seen[1]} {device}"
         return [hashlib.sha256(f"{common} {fact}".encode()).hexdigest()[:40] for fact in facts]
 
+    def has(self, key: str) -> bool:
+        """Is something kept under this key? Where not, the clock starts: it is about to be found out."""
+        if self._path(key).is_file():
+            return True
+        self._clock, self._missed = time.monotonic(), 1
+        return False
+
     def read(self, key: str) -> dict[str, Tensor] | None:
         """What was kept under this key; None where there is nothing, or nothing that can be read."""
         try:

@@ -23,9 +23,8 @@ import torch
 
 from starfish.cache import Cache
 from starfish.core import Images, Job, Long, Method
-from starfish.data import StoredImages, digest_of
 from starfish.devices import forget_peak, peak_rss_mb
-from starfish.digests import digest, digest_of_images
+from starfish.digests import digest, digest_of_stored
 from starfish.errors import UserError
 from starfish.files import read_json, write_json, write_text
 from starfish.heal import Before, chain_of, healing_, looking, settings_of
@@ -130,7 +129,7 @@ class Comparison:
     def _admit(self, job: Job) -> str:
         """The digest of a job's images, which must be those that other methods had with this seed."""
         if self._images is None or self._images[0] is not job.images:
-            self._images = (job.images, _digest_of(job.images))
+            self._images = (job.images, digest_of_stored(job.images))
         key = f"images of seed {job.seed}"
         known = self.facts["digests_of_images"].setdefault(str(job.seed), self._images[1])
         check_same(self.folder, "comparison", {key: known}, {key: self._images[1]}, [key])
@@ -175,22 +174,17 @@ def _facts(job: Job, evaluation: Images) -> dict[str, Any]:
             "dense": digest(job.dense),
             "masks": digest_of_masks(job.masks),
             "start": digest(job.model),
-            "evaluation": _digest_of(evaluation),
+            "evaluation": digest_of_stored(evaluation),
         },
         "digests_of_images": {},
         "versions": versions(),
         "machine": {
-            "system": platform.platform(),
+            "system": f"{platform.system()} {platform.machine()}",
             "processors": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "device": str(next(job.model.parameters()).device),
         },
     }
-
-
-def _digest_of(images: Images) -> str:
-    """As heal has it: of pixels as they were read, which is quicker; how they are normalised is told beside it."""
-    return digest_of(images.pixels) if isinstance(images, StoredImages) else digest_of_images(images)
 
 
 def _add_to(before: dict[str, Any], facts: dict[str, Any], folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from starfish.core import Images
-from starfish.data import digest_of
+from starfish.data import StoredImages, digest_of
 
 BATCH = 64
 
@@ -23,6 +23,14 @@ def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """A hash of the bytes of each tensor."""
     state = model.state_dict()
     return {name: digest_of(state[name]) for name in names}
+
+
+def digest_of_stored(images: Images) -> str:
+    """One hash of pixels and labels as they were read, which is quicker; how they are normalised is told beside it."""
+    if not isinstance(images, StoredImages):
+        return digest_of_images(images)
+    labels = "" if images.labels is None else digest_of(images.labels)
+    return hashlib.sha256(f"{digest_of(images.pixels)} {labels}".encode()).hexdigest()
 
 
 def digest_of_images(images: Images) -> str:

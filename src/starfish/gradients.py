@@ -20,7 +20,7 @@ from starfish.devices import to_device
 from starfish.errors import UserError
 
 CHUNK = 64  # images at a time in a large mini-batch
-MOST_KEPT = 2 * 2**30  # bytes of one parameter; more is found out anew, for it may not fit into memory
+MOST_KEPT = 2**30  # bytes of all gradients that are kept for the next method; more is found out anew
 
 
 def settled(images: Images, gradients: int, batch: int) -> tuple[int, int]:
@@ -43,15 +43,21 @@ def collecting(
     labels = labels_of(images)
     gradients, batch = settled(images, gradients, batch)
     facts = [f"gradients of {name} {gradients} {batch} {seed} {digest_of(labels)}" for name in names]
+    if cache and 4 * gradients * sum(model.get_parameter(name).numel() for name in names) > MOST_KEPT:
+        cache = None
     keys = cache.keys(model, images, facts) if cache else [""] * len(names)
-    found = {name: cache.read(key) for name, key in zip(names, keys, strict=True)} if cache else {}
-    if cache and all(tensors is not None for tensors in found.values()):
-        return {name: tensors["gradients"] for name, tensors in found.items() if tensors is not None}
-    collected = {name: room((gradients, model.get_parameter(name).numel()), torch.float32) for name in names}
+    if cache and all(cache.has(key) for key in keys):
+        found = {name: cache.read(key) for name, key in zip(names, keys, strict=True)}
+        if all(found.values()):
+            return {name: tensors["gradients"] for name, tensors in found.items() if tensors}
+    sizes = [model.get_parameter(name).numel() for name in names]
+    whole = room((gradients * sum(sizes),), torch.float32)  # asked for at once: part by part there is always room
+    parts = torch.split(whole, [gradients * size for size in sizes])
+    collected = {name: part.view(gradients, -1) for name, part in zip(names, parts, strict=True)}
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[: gradients * batch]
     yield from _fill_(collected, model, images, labels, order.view(gradients, batch))
     for name, key in zip(names, keys, strict=True):
-        if cache and collected[name].nbytes <= MOST_KEPT:
+        if cache:
             cache.write(key, {"gradients": collected[name]})
     return collected
 
@@ -89,11 +95,16 @@ def _fill_(
 
 def _of(net: nn.Module, weights: Sequence[Tensor], inputs: object, labels: Tensor) -> tuple[Tensor, ...]:
     """Of the sum over these images; zeros for what the logits do not depend on."""
-    scores = logits(net, inputs)
-    if int(labels.max()) >= scores.shape[-1] or int(labels.min()) < 0:
+    return torch.autograd.grad(loss_sum(logits(net, inputs).float(), labels), weights, materialize_grads=True)
+
+
+def loss_sum(scores_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """The cross-entropies, summed; labels must be of the model's classes."""
+    labels_B = labels_B.long().to(scores_BK.device)
+    wrong = labels_B[(labels_B < 0) | (labels_B >= scores_BK.shape[-1])]
+    if len(wrong):
         raise UserError(
-            f"there is a label {int(labels.max())} and the model has {scores.shape[-1]} classes",
+            f"there is a label {int(wrong[0])} and the model has {scores_BK.shape[-1]} classes",
             "are these images of the classes that the model was trained for?",
         )
-    loss = F.cross_entropy(scores.float(), labels, reduction="sum")
-    return torch.autograd.grad(loss, weights, materialize_grads=True)
+    return F.cross_entropy(scores_BK, labels_B, reduction="sum")

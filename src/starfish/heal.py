@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from starfish import evaluate
+from starfish import evaluate, settings
 from starfish import masks as masks_module
 from starfish.anatomy import find, unwrap
 from starfish.cache import Cache
 from starfish.core import Anatomy, Images, Job, Long, Masks, Method, Result, Row, finish
 from starfish.data import as_images
 from starfish.devices import peak_rss_mb, to_device
+from starfish.digests import digest_of_stored
 from starfish.errors import UserError, listed
 from starfish.log import Log
 from starfish.methods import METHODS, default_methods, name_of
@@ -143,7 +144,7 @@ def healing_(
         frozen_intact=frozen_intact,
         **evaluate.scores((top[0], top[1]), known.pruned, after, job.anatomy.blocks, len(evaluation)),
         evaluation={"images": len(evaluation), "labels": evaluation.labels is not None,
-                    "held_out": evaluation is not job.images},
+                    "held_out": digest_of_stored(evaluation) != digest_of_stored(job.images)},
         loss=trained[-1]["loss"],
         seconds={**log.seconds, "total": time.monotonic() - start + log.earlier,
                  **({"shared": log.shared()} if log.shared() else {})},
@@ -231,6 +232,7 @@ def chain_of(job: Job, method: Method | Sequence[Method]) -> dict[str, Method]:
 
 def check_method(method: Method, job: Job) -> Method:
     """The method with every open setting made concrete; refused where a setting or what it needs is missing."""
+    settings.check(method)
     missing = lacks(method, job)
     if missing is not None:
         raise missing

@@ -6,11 +6,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from starfish.core import Job, Row
 from starfish.errors import UserError
 from starfish.runs import Run
 from starfish.targets import DenseTargets
+
+SPENT = "spent"  # the note of a run that says how many seconds went into it
 
 
 @dataclass
@@ -34,12 +37,18 @@ class Log:
 
     def restore_(self) -> None:
         kept = self.run.restore() if self.run else None
+        spent = self.run.noted(SPENT) if self.run else None
+        if spent is not None:
+            self.earlier = spent["earlier"]
+            self.seconds.update(spent["seconds"])
         if kept is not None:
             tensors, state, facts, self.rows = kept
             self.job.model.load_state_dict(tensors, strict=False)
             self.job.state.update(state)
-            self.earlier, self.place, self._ends = facts["earlier"], facts["place"], facts["ends"]
-            self.seconds.update(facts["seconds"])
+            self.place, self._ends = facts["place"], facts["ends"]
+            if spent is None:
+                self.earlier = facts["earlier"]
+                self.seconds.update(facts["seconds"])
             self.found = facts.get("shared", 0.0)
 
     def begin_stage(self, name: str, give_back_: Callable[[], None]) -> None:
@@ -64,6 +73,8 @@ class Log:
         self.give_back_()
         if self.job.state:
             self._write()
+        if self.run is not None:  # what it has spent till then is spent all the same
+            self.run.note(SPENT, self._spent())
 
     def end_stage(self) -> None:
         """What a method does after its last row counts as fitting. Saved, lest a kill while measuring costs it all."""
@@ -84,9 +95,11 @@ class Log:
             return
         state = self.job.model.state_dict()
         tensors = {name: state[name] for name in (*self.job.masks, *sorted(self.free))}
-        facts = {"seconds": self.seconds, "earlier": time.monotonic() - self._start + self.earlier,
-                 "place": self.place, "ends": self._ends, "shared": self.shared()}  # fmt: skip
+        facts = {**self._spent(), "place": self.place, "ends": self._ends, "shared": self.shared()}
         self.run.save(tensors, self.job.state, facts)
+
+    def _spent(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "earlier": time.monotonic() - self._start + self.earlier}
 
     def shared(self) -> float:
         """Seconds that other runs had spent on what this one found ready. A resumed run finds some of it once more."""

@@ -60,7 +60,7 @@ def apply_(model: nn.Module, masks: Masks) -> None:
 
 @torch.no_grad()
 def restart_(model: nn.Module, dense: nn.Module, names: Iterable[str], masks: Masks) -> None:
-    """Give these tensors the dense model's values again, with the zeros of their masks."""
+    """Give these tensors the values of another model, with the zeros of their masks."""
     state, values, names = model.state_dict(), dense.state_dict(), set(names)
     for name in names:
         state[name].copy_(values[name])

@@ -122,7 +122,8 @@ class _Family:
 
 def _silent_heads(unit: Unit, masks: Masks, anatomy: Anatomy) -> set[int]:
     """Heads whose values nothing reads: their columns of the attention's output layer are all zero."""
-    outs = [name for name in masks if anatomy.roles.get(name) == "out" and name.startswith(f"{unit.holder}.")]
+    outs = [name for name, mask in masks.items() if anatomy.roles.get(name) == "out"
+            and name.startswith(f"{unit.holder}.") and mask.shape[1] % unit.groups == 0]  # fmt: skip
     silent: set[int] = set()
     for name in outs:
         heads = masks[name].any(0).view(unit.groups, -1).any(1)

@@ -144,7 +144,8 @@ class _Enough(Exception):
 def entering(model: nn.Module, chain: Sequence[str], inputs: Any) -> list[Arguments]:
     """What each module of a chain is called with when the model runs; kept where there is room."""
     if chain[0] == "":
-        return [Arguments(keywords=dict(inputs)) if isinstance(inputs, Mapping) else Arguments((inputs,))]
+        kept = _mapped(inputs, _stored)
+        return [Arguments(keywords=dict(kept)) if isinstance(kept, Mapping) else Arguments((kept,))]
     found: list[Arguments] = []
 
     def keep(_module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:

@@ -150,13 +150,13 @@ class Run:
 def claimed(folder: Path, name: str, kind: str, *, resume: bool) -> dict[str, Any] | None:
     """What the file `name` says of the run or comparison in `folder`, which only `resume` may go on with; None where
     the folder is free."""
-    for part in folder.rglob(".*.part") if folder.is_dir() else ():  # of a file that a kill left half written
-        part.unlink()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"`{folder}` is a file", "give another folder with -o")
     if (folder / name).exists():
         if not resume:
             raise UserError(f"`{folder}` already holds a {kind}", "go on with --resume, or give another folder with -o")
+        for part in folder.rglob(".*.part"):  # of a file that a kill left half written
+            part.unlink()
         return dict(read_json(folder / name))
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"`{folder}` is not empty and holds no {kind}", "give another folder with -o")

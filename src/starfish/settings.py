@@ -28,6 +28,21 @@ def settle(stages: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
     return {name: replace(stage, **chosen[name]) for name, stage in stages.items()}
 
 
+LEAST = {"images": 0, "block": 1, "damp": 0, "gradients": 1, "batch": 1, "stages": 1}
+"""What these settings must be at least, in every stage that has them."""
+
+
+def check(stage: Any) -> None:
+    """Refuse values that are none of those that a setting can have."""
+    kinds = get_type_hints(type(stage))
+    for field in fields(stage):
+        value, kind = getattr(stage, field.name), kinds[field.name]
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise UserError(f"`{field.name}` is `{value}`", f"it can be {listed(list(get_args(kind)), 9)}")
+        if field.name in LEAST and value < LEAST[field.name]:
+            raise UserError(f"`{field.name}` is {value}", f"give {LEAST[field.name]} or more")
+
+
 def names_of(stage: Any) -> list[str]:
     return [field.name for field in fields(stage)]
 

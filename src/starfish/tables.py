@@ -70,7 +70,10 @@ def _compared(row: dict[str, Any], labels: bool) -> tuple[str, ...]:
 def comparison_notes(comparison: dict[str, Any]) -> list[str]:
     """What to know when reading the table, a sentence each."""
     seeds, memory, evaluation = comparison["seeds"], comparison["memory"], comparison["evaluation"]
-    times = "over " + str(len(seeds)) + " seeds, ± one standard deviation" if len(seeds) > 1 else f"seed {seeds[0]}"
+    times = f"over {len(seeds)} seeds, ± one standard deviation" if len(seeds) > 1 else f"seed {seeds[0]}"
+    fewer = [f"`{row['method']}` {len(row['seeds'])}" for row in comparison["rows"]
+             if row["seeds"] and len(row["seeds"]) < len(seeds)]  # fmt: skip
+    times += f" (but {', '.join(fewer)})" if fewer else ""
     notes = [f"Measured on {evaluation['images']} images; {times}."]
     if any(row["seconds"]["shared"] for row in comparison["rows"]):
         notes.append(

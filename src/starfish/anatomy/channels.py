@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from starfish import activations
 from starfish.anatomy.layers import is_depthwise, layers_of
-from starfish.anatomy.look import _first, evaluating
+from starfish.anatomy.look import evaluating, first_of
 from starfish.anatomy.narrow import narrow_
 from starfish.core import Layout, Part, Unit
 
@@ -49,10 +49,10 @@ def channel_units(
     """Families of channels that convolutions make. `inputs` is a batch of two or more."""
     with evaluating(net), torch.no_grad():
         corner = _corner(net, inputs)
-        flow = _Flow(net, _first(corner, 1), blocks)
+        flow = _Flow(net, first_of(corner, 1), blocks)
         runs = _runs(_channels(flow, _fixed(net, roles)))
-        units = _those_that_hold(net, _first(corner, 2), [_unit(flow, count, first) for count, first in runs])
-        failing = _failing(net, _first(inputs, 2), units)  # the whole images have the last word
+        units = _those_that_hold(net, first_of(corner, 2), [_unit(flow, count, first) for count, first in runs])
+        failing = _failing(net, first_of(inputs, 2), units)  # the whole images have the last word
         return tuple(unit for unit in units if unit not in failing)
 
 
@@ -60,7 +60,7 @@ def _corner(net: nn.Module, inputs: Any) -> Any:
     """A corner of the images: channels go the same way whatever the size, and a hundred runs take seconds."""
     try:
         corner = _cropped(inputs)
-        activations.call(net, _first(corner, 1))
+        activations.call(net, first_of(corner, 1))
     except Exception:  # whatever a network does that counts on one size
         return inputs
     return corner
@@ -315,7 +315,7 @@ def shifts(net: nn.Module, inputs: Any) -> dict[str, tuple[str, int]]:
     tied = _tied(net)
     layers = [layer for layer in layers_of(net) if isinstance(layer.module, LAYERS) and layer.parameter not in tied]
     with evaluating(net), torch.no_grad():
-        norms = _own_norms(net, _first(inputs, 2), [layer.path for layer in layers])
+        norms = _own_norms(net, first_of(inputs, 2), [layer.path for layer in layers])
     means = {layer: (f"{norm}.running_mean", -1) for layer, norm in norms.items()}
     found = {layer.parameter: (layer.bias, 1) if layer.bias else means.get(layer.path) for layer in layers}
     return {weight: where for weight, where in found.items() if where}

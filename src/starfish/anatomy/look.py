@@ -37,11 +37,11 @@ def look(net: nn.Module, inputs: Any, aligned: list[str], found: list[str]) -> R
 def _run(net: nn.Module, inputs: Any, aligned: list[str], found: list[str]) -> Run:
     with evaluating(net), activations.Recorder(net, list(dict.fromkeys([*aligned, *found]))) as recorder:
         with torch.no_grad():
-            classes = _classes(net, _first(inputs, 2))
+            classes = _classes(net, first_of(inputs, 2))
         order = recorder.fired
         two = recorder.take([*aligned, *(name for name in order if name not in aligned)])
-        with torch.enable_grad(), _differentiable([layer.weight for layer in layers_of(net)]):
-            activations.call(net, _first(inputs, 1))
+        with torch.enable_grad(), differentiable([layer.weight for layer in layers_of(net)]):
+            activations.call(net, first_of(inputs, 1))
             one = recorder.take(order)
             reach = [_reach(net, [one[name] for name in order if name in group]) for group in (aligned, found)]
     layouts = {name: _layout(name, net.get_submodule(name), one[name].shape, two[name].shape) for name in order}
@@ -56,7 +56,7 @@ def outer_layouts(net: nn.Module, inputs: Any, names: list[str]) -> dict[str, La
     shapes = []
     with evaluating(net), torch.no_grad(), activations.Recorder(net, names) as recorder:
         for count in (1, 2):
-            activations.call(net, _first(inputs, count))
+            activations.call(net, first_of(inputs, count))
             shapes.append({name: output.shape for name, output in recorder.take(recorder.fired).items()})
     return {name: _layout(name, net.get_submodule(name), shape, shapes[1][name]) for name, shape in shapes[0].items()}
 
@@ -74,7 +74,7 @@ def evaluating(net: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _differentiable(weights: list[Tensor]) -> Iterator[None]:
+def differentiable(weights: list[Tensor]) -> Iterator[None]:
     frozen = [weight for weight in weights if not weight.requires_grad]
     for weight in frozen:
         weight.requires_grad_(True)
@@ -85,9 +85,9 @@ def _differentiable(weights: list[Tensor]) -> Iterator[None]:
             weight.requires_grad_(False)
 
 
-def _first(inputs: Any, count: int) -> Any:
+def first_of(inputs: Any, count: int) -> Any:
     if isinstance(inputs, Mapping):
-        return {key: _first(value, count) for key, value in inputs.items()}
+        return {key: first_of(value, count) for key, value in inputs.items()}
     if len(inputs) < 2:
         raise UserError(f"a batch of {len(inputs)} cannot tell the batch dimension", "give two images or more")
     return inputs[:count]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from starfish import activations
 from starfish.anatomy.layers import layers_of
-from starfish.anatomy.look import _differentiable, _first, evaluating
+from starfish.anatomy.look import differentiable, evaluating, first_of
 from starfish.core import Layout
 from starfish.errors import UserError
 
@@ -23,7 +23,7 @@ def next_norms(net: nn.Module, inputs: Any, blocks: Sequence[str]) -> dict[str, 
     if not norms:
         return {}
     with evaluating(net), torch.no_grad():
-        readers = activations.readers(net, _first(inputs, 2), blocks, norms)
+        readers = activations.readers(net, first_of(inputs, 2), blocks, norms)
     outside = {block: [norm for norm in readers[block] if not norm.startswith(f"{block}.")] for block in blocks}
     return {block: found[0] for block, found in outside.items() if found}
 
@@ -34,9 +34,9 @@ def head_positions(net: nn.Module, inputs: Any, last: str, layout: Layout) -> tu
     What the others put out ends there. A head that takes a mean over most positions singles out none.
     """
     weights = [layer.weight for layer in layers_of(net)]
-    with evaluating(net), _differentiable(weights), torch.enable_grad(), activations.Taps(net, out_of=[last]) as taps:
+    with evaluating(net), differentiable(weights), torch.enable_grad(), activations.Taps(net, out_of=[last]) as taps:
         try:
-            logits = activations.logits(net, _first(inputs, 1))
+            logits = activations.logits(net, first_of(inputs, 1))
         except UserError:  # it puts out none
             return ()
         output = taps.out_of[last]

@@ -45,8 +45,9 @@ def compare(
             help="As `starfish methods` lists them: a,b,c; corp/starfish is one after the other. Default: all."
         ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Several: 0,1,2. The table then has means and deviations.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the image sample and the order of batches.")] = 0,
+    seeds: Annotated[
+        str, typer.Option("--seeds", "--seed", help="Of image sample and batches; of 0,1,2 means and deviations.")
+    ] = "0",
     sets: Set = None,
     limit: Limit = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds, or add to it.")] = False,
@@ -64,7 +65,7 @@ def compare(
     from starfish.compare import Comparison, comparing
     from starfish.methods import METHODS
 
-    numbers = _seeds(seeds, seed)
+    numbers = _seeds(seeds)
     named = methods.split(",") if methods is not None else list(METHODS)
     parts = {name: {part: choose(METHODS, "method", part) for part in name.split("/")} for name in named}
     possible = {part: one for chain in parts.values() for part, one in chain.items()}
@@ -92,9 +93,7 @@ def compare(
     say(f"compared {len(found['methods'])} methods: {output}")
 
 
-def _seeds(several: str | None, one: int) -> list[int]:
-    if several is None:
-        return [one]
+def _seeds(several: str) -> list[int]:
     try:
         return list(dict.fromkeys(int(word) for word in several.split(",")))
     except ValueError:
@@ -106,15 +105,14 @@ def _chains(
 ) -> tuple[dict[str, Chain], dict[str, str]]:  # fmt: skip
     """The methods of each chain, ready to run, and why others do not. What the user has named must run."""
     from starfish.compare import able, refusal
-    from starfish.heal import lacks
     from starfish.methods import METHODS
 
     chains, refused = able({name: [start.stages[part] for part in name.split("/")] for name in names}, job)
     if refused and not (all_there_are and chains):
         raise refusal(refused)
     # a method of which the user has set something, and which only that keeps from running, is no method to leave out
-    wrong = {name: error for name, error in refused.items()
-             if start.stages[name] != METHODS[name] and lacks(start.stages[name], job) is None}  # fmt: skip
+    could = able({name: [METHODS[name]] for name in refused}, job)[0]
+    wrong = {name: error for name, error in refused.items() if name in could}
     if wrong:
         raise refusal(wrong)
     for name, error in refused.items():

@@ -64,7 +64,7 @@ def heal(
 ) -> None:
     """Heal a pruned model so that it follows the dense one; the mask stays as it is."""
     from starfish.cache import Cache
-    from starfish.heal import check_method, healing_, settings_of
+    from starfish.heal import chain_of, healing_, settings_of
     from starfish.methods import METHODS, default_methods
     from starfish.runs import Run
 
@@ -72,16 +72,18 @@ def heal(
     possible = {name: choose(METHODS, "method", name) for name in (method or "corp,starfish").split(",")}
     settings = [f"{key}={value}" for key, value in paper.items()
                 if any(key in names_of(one) for one in possible.values())]  # fmt: skip
+    if paper and not settings:
+        raise UserError(f"the recipe `{recipe}` has no setting of `{method}`", "leave out --recipe or --method")
     start = load_start(
         model, checkpoint, allow_pickle, device, blocks, possible, [*settings, *(sets or [])], masks, pruned
     )
     pictures, held_out = healing_images(images, evaluation, limit, start.stages["preprocess"], start.loaded, seed)
     pictures, labels = labelled(pictures, start.loaded, pseudo_labels)
-    job = start.job(pictures, seed, Cache(cache or output / "state", owner=str(output)))
+    job = start.job(pictures, seed, Cache(cache or output / "state", owner=str(output.resolve())))
     names = method.split(",") if method else default_methods(job)
-    chain = {name: check_method(start.stages[name], job) for name in names}
+    chain = chain_of(job, [start.stages[name] for name in names])
     facts = start.asked(images=images, limit=limit, eval=evaluation, labels=labels, method=",".join(names),
-                        settings=settings_of(chain), seed=seed, digests=_digests(job, pictures))  # fmt: skip
+                        settings=settings_of(chain), seed=seed, digests=_digests(job, pictures, held_out))  # fmt: skip
     run = Run.open(output, {**start.config(), "starfish": facts}, resume=resume)
     if run.result is None:
         _tell(job, names, given=method is not None, labels=held_out.labels is not None)
@@ -104,13 +106,12 @@ def _recipe(recipe: str, method: str | None) -> tuple[str | None, dict[str, obje
     return method or RECIPES[recipe].method, RECIPES[recipe].settings
 
 
-def _digests(job: Job, pictures: StoredImages) -> dict[str, str]:
-    from starfish.data import digest_of
-    from starfish.digests import digest
+def _digests(job: Job, pictures: StoredImages, held_out: StoredImages) -> dict[str, str]:
+    from starfish.digests import digest, digest_of_stored
     from starfish.masks import digest as digest_of_masks
 
     return {"dense": digest(job.dense), "masks": digest_of_masks(job.masks), "start": digest(job.model),
-            "images": digest_of(pictures.pixels)}  # fmt: skip
+            "images": digest_of_stored(pictures), "evaluation": digest_of_stored(held_out)}  # fmt: skip
 
 
 def _tell(job: Job, names: list[str], *, given: bool, labels: bool) -> None:

@@ -164,6 +164,7 @@ def _staged(job: Job, solver: Solver, gradients: int, batch: int, shares: list[f
             cache=None if step > 1 else job.cache,
         )  # fmt: skip
         weights, before, after = solver.all_layers(found, weights, support)
+        del found  # before there are others
         write_(net, weights)
         write_(job.model, weights)
         apply_(job.model, job.masks)

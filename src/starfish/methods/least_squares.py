@@ -6,6 +6,7 @@ G groups, O rows and I columns of a weight as a matrix; see grams.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from starfish.core import FromDense, Job, Row
 from starfish.data import spread
-from starfish.errors import UserError
 from starfish.grams import Gram, Inputs, Sweep, as_matrix, as_weight, groups_of
 from starfish.masks import restart_
 from starfish.methods.solves import damped, errors, restricted_in_groups, sparsegpt, upper
@@ -30,7 +30,7 @@ class LeastSquares(FromDense):
     inputs: Inputs = "layer"  # what layers read: as in the dense model, or behind the blocks, or layers, healed before
     damp: float = 0.01  # of the mean diagonal of the Gram matrix
     images: int = 512  # of which statistics are taken, spread over all there are; 0: all
-    memory_gb: float = 1.0  # of Gram matrices at a time; what needs more takes another pass over the images
+    memory_gb: float = 1.0  # of Gram matrices at a time, with inputs=dense; what needs more takes another pass
 
     def fit(self, job: Job) -> Iterator[Row]:
         yield from _layer_by_layer(job, self, _restricted, cross=True)
@@ -44,7 +44,7 @@ class SparseGPT(FromDense):
     damp: float = 0.01  # of the mean diagonal of the Gram matrix
     block: int = 128  # columns whose corrections are applied at a time
     images: int = 512  # of which statistics are taken, spread over all there are; 0: all
-    memory_gb: float = 1.0  # of Gram matrices at a time; what needs more takes another pass over the images
+    memory_gb: float = 1.0  # of Gram matrices at a time, with inputs=dense; what needs more takes another pass
 
     def fit(self, job: Job) -> Iterator[Row]:
         yield from _layer_by_layer(job, self, lambda H_GII: partial(_swept, upper(H_GII), self.block), cross=False)
@@ -69,23 +69,26 @@ def _layer_by_layer(job: Job, method: LeastSquares | SparseGPT, solver: Solver, 
     With `cross` it is the error to what the dense layer puts out in the dense model, which layers without zeros, too,
     can make smaller; else to what it would put out where it stands.
     """
-    if method.damp < 0:
-        raise UserError(f"`damp` is {method.damp}", "give 0 or more")
     sequential = method.inputs != "dense"
     weights = {name: mask for name, mask in job.masks.items() if mask.ndim > 1}
     pruned = [name for name, mask in weights.items() if not bool(mask.all())]
     names = [*weights] if pruned and sequential and cross else pruned
+    student = deepcopy(job.model) if sequential else None
     sweep = Sweep(
         job.dense, job.anatomy, spread(job.images, method.images), names,
-        student=job.model if sequential else None, cross=cross, by_block=method.inputs == "block",
+        student=student, cross=cross, by_block=method.inputs == "block",
         memory_gb=method.memory_gb, cache=job.cache,
     )  # fmt: skip
     stages, done = sweep.stages(), int(job.state.get("step", 0))
     if not done:
-        restart_(job.model, job.dense, names, job.masks)
+        restart_(job.model, job.dense, job.masks, job.masks)
+    if student is not None:  # what is still to come has its dense weights: a block is heard before any of it changes
+        restart_(student, job.dense, [name for stage in stages[done:] for name in stage], {})
     for step in range(done, len(stages)):
         grams = yield from sweep.grams(stages[step:])
         found = torch.stack([_solve_(job, gram, solver, method.damp) for gram in grams.values()]).mean(0)
+        if student is not None:
+            restart_(student, job.model, stages[step], {})
         job.state["step"] = step + 1
         yield {"step": step + 1, "steps": len(stages), "layer": ", ".join(stages[step]),
                "before": float(found[0]), "after": float(found[1])}  # fmt: skip

@@ -19,25 +19,27 @@ SHARED = 8  # rows to a support from which one factorisation serves them all
 NARROW = 64  # columns of a group up to which all groups are solved at once
 DIRECT = 2048  # survivors of a row up to which its system is factorised; above it conjugate gradients are used
 LAZY = 32  # steps of ExactOBS between two updates of its inverses
-TOLERANCE, STEPS = 1e-9, 1000  # of conjugate gradients: least relative residual, most steps
+TOLERANCE, STEPS = 1e-9, 5000  # of conjugate gradients: least relative residual, most steps
 
 
 def damped(H_GII: Tensor, damp: float) -> Tensor:
     """H + damp · mean(diag H), more where that is not positive definite; inputs that are always zero get a 1."""
     H_GII = (H_GII + H_GII.mT) / 2
     diagonal_GI = H_GII.diagonal(dim1=-2, dim2=-1)
-    H_GII = H_GII + torch.diag_embed((diagonal_GI == 0).to(H_GII))
-    ridge_GII = diagonal_GI.mean(-1)[..., None, None] * torch.eye(
-        H_GII.shape[-1], dtype=H_GII.dtype, device=H_GII.device
-    )
-    for attempt in range(RETRIES + 1):
-        found: Tensor = H_GII + max(damp, 1e-12 if attempt else 0.0) * 10**attempt * ridge_GII
-        if not bool(torch.linalg.cholesky_ex(found).info.any()):
+    ridge_G = damp * diagonal_GI.mean(-1)
+    least_G = 1e-12 * diagonal_GI.mean(-1)
+    diagonal_GI += (diagonal_GI == 0).to(H_GII)
+    for _ in range(RETRIES + 1):
+        found = H_GII.clone()
+        found.diagonal(dim1=-2, dim2=-1).add_(ridge_G[..., None])
+        failed_G = torch.linalg.cholesky_ex(found).info > 0
+        if not bool(failed_G.any()):
             return found
+        ridge_G = torch.where(failed_G, 10 * torch.maximum(ridge_G, least_G), ridge_G)
     values, vectors = torch.linalg.eigh(H_GII)
     floored_GI = torch.maximum(values, EIGENVALUE_FLOOR * values[..., -1:])
     nearest: Tensor = (vectors * floored_GI[..., None, :]) @ vectors.mT
-    return nearest
+    return torch.where(failed_G[..., None, None], nearest, found)
 
 
 def errors(W_GOI: Tensor, H_GII: Tensor, B_GOI: Tensor, constant_GO: Tensor) -> Tensor:

@@ -71,9 +71,13 @@ class Solver:
     def all_layers(self, gradients: Mapping[str, Tensor], dense: Weights, masks: Masks) -> tuple[Weights, float, float]:
         """New weights of all parameters; the model's value summed over them."""
         if self.rule in COUPLED:
-            found = list(self.descending(gradients, dense, masks))
-            return found[-1][0], found[0][1], found[-1][1]
-        weights, values = {}, []
+            steps = self.descending(gradients, dense, masks)
+            weights, start = next(steps)
+            end = start
+            for weights, end in steps:  # noqa: B007  # the last ones count; all of them at once would be many
+                pass
+            return weights, start, end
+        weights, values = Weights(), []
         for name, w_C in dense.items():
             weights[name], *value = self.layer(gradients[name], w_C, masks[name].flatten().cpu())
             values.append(value)

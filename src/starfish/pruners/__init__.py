@@ -21,6 +21,7 @@ from starfish.pruners.obs import ByObs, BySparseGPT
 from starfish.pruners.structured import Structured
 from starfish.pruners.wanda import Wanda
 from starfish.pruners.woodfisher import ByWoodFisher
+from starfish.settings import check
 
 PRUNERS: dict[str, Pruner] = {
     "magnitude": Magnitude(),
@@ -47,6 +48,7 @@ def prune(dense: nn.Module, pruner: Pruner, images: Any, *, blocks: str | None =
 
 def check_pruner(pruner: Pruner, images: Images | None) -> None:
     """Refuse what cannot be chosen with what is given, before anything is spent."""
+    check(pruner)
     if pruner.needs() and images is None:
         raise UserError(f"the pruner `{name_of(pruner)}` looks at data", "give it some with --images")
     if "labels" in pruner.needs() and images is not None and images.labels is None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from starfish.activations import logits
@@ -18,7 +17,7 @@ from starfish.core import Anatomy, Images, Long, Masks, Pruner
 from starfish.data import room
 from starfish.devices import to_device
 from starfish.errors import UserError
-from starfish.gradients import collecting, labels_of, settled
+from starfish.gradients import collecting, labels_of, loss_sum, settled
 from starfish.methods.regression import largest
 from starfish.pruners.flat import Flat, flat, left
 from starfish.pruners.select import check_sparsity, rows_of
@@ -64,6 +63,7 @@ class ByCbs(Pruner):
                 dense, shape.names, images, gradients=self.gradients, batch=self.batch, seed=self.seed
             )
             found = influences(shape.columns(gradients), judge.weights_p, shape.sizes)
+            del gradients  # as large again
             keep_p = yield from self._searching(judge, found, keep_p)
         return shape.masks(keep_p, dense)
 
@@ -138,6 +138,6 @@ class Judge:
     def loss(self, keep_p: Tensor) -> float:
         self.shape.write_(self.net, self.weights_p * keep_p)
         device = next(self.net.parameters()).device
-        losses = [F.cross_entropy(logits(self.net, to_device(inputs, device)).float(), labels.to(device),
-                                  reduction="sum").double() for inputs, labels in self.batches]  # fmt: skip
+        losses = [loss_sum(logits(self.net, to_device(inputs, device)).float(), labels).double()
+                  for inputs, labels in self.batches]  # fmt: skip
         return float(torch.stack(losses).sum()) / sum(len(labels) for _, labels in self.batches)

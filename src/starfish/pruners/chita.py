@@ -65,6 +65,7 @@ class ByChita(Pruner):
             if stage < len(shares):
                 solver = Solver("cd" if self.algorithm == "cd" else "backsolve", self.ridge, self.block, factor)
                 weights_p = solved_(net, shape, X, weights_p, keep_p, solver)
+            del X, problem  # before there are others
             yield {"stage": "stages", "done": stage, "total": len(shares)}
         return shape.masks(keep_p, dense)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from starfish.activations import Recorder, call
+from starfish.anatomy.look import evaluating
 from starfish.core import Anatomy, Images, Long, Masks, Pruner
 from starfish.devices import to_device
 from starfish.errors import UserError
@@ -77,6 +78,7 @@ class ByFalcon(Pruner):
             if stage < self.stages:
                 solver = Solver("backsolve", self.ridge, self.block, factor)
                 weights_p = solved_(net, shape, X, weights_p, keep_p, solver)
+            del X  # before there are others
             yield {"stage": "stages", "done": stage, "total": self.stages}
         return shape.masks(keep_p, dense)
 
@@ -170,7 +172,7 @@ def multiply_adds(dense: nn.Module, shape: Flat, images: Images) -> Tensor:
     """f_p: how many positions of its output each weight's layer computes for one image; 0 where it does not run."""
     modules = {name: _runner(dense, name.rpartition(".")[0]) for name in shape.names}
     device = next(dense.parameters()).device
-    with Recorder(dense, list(dict.fromkeys(modules.values()))) as recorder:
+    with evaluating(dense), Recorder(dense, list(dict.fromkeys(modules.values()))) as recorder:
         call(dense, to_device(images.batch([0]), device))
         outputs = recorder.take(recorder.fired)
     parts = []

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from starfish.activations import logits
@@ -18,6 +17,7 @@ from starfish.core import Anatomy, Images, Long, Masks, Pruner, Unit
 from starfish.data import Some
 from starfish.devices import to_device
 from starfish.errors import UserError, listed
+from starfish.gradients import loss_sum
 from starfish.methods.kwon import heads_of
 from starfish.pruners.budget import ROUNDING, Bill, flops_of
 from starfish.pruners.select import check_sparsity
@@ -29,7 +29,10 @@ KINDS = {"heads": "head", "mlp": "neuron", "qk": "qk", "channels": "channel"}
 
 @dataclass(frozen=True)
 class ByKwon(Pruner):
-    """Remove whole heads, neurons or channels under a budget of multiply-adds, by Fisher information (Kwon et al.)."""
+    """Remove whole heads, neurons or channels under a budget of multiply-adds, by Fisher information (Kwon et al.).
+
+    One unit at least of each layer stays.
+    """
 
     sparsity: float = 0.5  # share of the multiply-adds of all units of the scope that is to go
     scope: str = ""  # heads, mlp, channels, qk, joined by +; empty: all that there are but qk
@@ -132,13 +135,7 @@ def _loss(ears: nn.Module, images: Images, indices: Sequence[int]) -> Tensor:
     """The cross-entropies, summed."""
     assert images.labels is not None
     answer_BK = exact(logits(ears, to_device(images.batch(indices), next(ears.parameters()).device)))
-    labels_B = images.labels[list(indices)].to(answer_BK.device)
-    if int(labels_B.max()) >= answer_BK.shape[-1]:
-        raise UserError(
-            f"an image has the label {int(labels_B.max())} and the model {answer_BK.shape[-1]} classes",
-            "give the labels that the model was trained with",
-        )
-    return F.cross_entropy(answer_BK, labels_B, reduction="sum")
+    return loss_sum(answer_BK, images.labels[list(indices)])
 
 
 def _effects(batch: Heard, loss: Tensor) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ class Wanda(Pruner):
             for name, gram in grams.items():
                 weight = dense.get_parameter(name).detach()
                 norm_GI = gram.take("square").sqrt()
-                score_GOI = as_matrix(weight, groups_of(dense, name)).abs() * norm_GI[:, None].to(weight.device)
+                score_GOI = as_matrix(weight, groups_of(dense, name)).abs() * norm_GI[:, None].to(weight)
                 scores[name] = as_weight(score_GOI, weight)[rows[name]]
             chosen = whole(select(scores, self.sparsity, self.pattern, self.per, anatomy), rows, dense)
             if student is not None:
