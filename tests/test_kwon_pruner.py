@@ -21,7 +21,7 @@ from starfish.core import Anatomy, Masks, Unit, finish
 from starfish.data import Preprocess, StoredImages
 from starfish.errors import UserError
 from starfish.masks import apply_
-from starfish.methods.kwon import heads_of
+from starfish.anatomy.heads import heads_of
 from starfish.pruners import kwon
 from starfish.pruners.kwon import ByKwon, costs_of, mask_gradients, rearranged, search, spent
 from starfish.small import cut_of, smaller

@@ -36,7 +36,7 @@ from starfish.tables import comparison_notes, comparison_rows, markdown
 from starfish.targets import DenseTargets
 
 Chain = Mapping[str, Method]  # name → method, in the order in which they run
-IDENTITY = ("model", "preprocess", "blocks", "limit", "labels", "digests")
+IDENTITY = ("model", "preprocess", "blocks", "limit", "labels", "keeps_models", "digests")
 OF_A_RUN = ("model", "checkpoint", "preprocess", "blocks", "images", "limit", "eval", "labels", "command")
 MEASURED = ("accuracy", "agreement", "kl", "cosine", "seconds")  # those with a deviation over seeds
 NO_SECONDS = {"targets": 0.0, "fit": 0.0, "total": 0.0, "shared": 0.0, "alone": 0.0}
@@ -88,7 +88,8 @@ class Comparison:
         seeds. `asked` is what else there is to say: the model's name, where the images are from."""
         settings = {name: settings_of(chain) for name, chain in chains.items()}
         facts = {**(asked or {}), **_facts(job, evaluation), "methods": list(chains), "seeds": list(seeds),
-                 "settings": settings, "memory": {"of": "method", "base_mb": None}}  # fmt: skip
+                 "settings": settings, "memory": {"of": "method", "base_mb": None},
+                 "keeps_models": keeps_models}  # fmt: skip
         facts.setdefault("left_out", {})
         before = claimed(folder, "compare.json", "comparison", resume=resume)
         if before is not None:

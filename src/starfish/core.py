@@ -91,7 +91,7 @@ class Part:
 class Unit:
     """A family of `count` units, each a set of rows, columns and bias entries that go together."""
 
-    kind: str  # "neuron" (MLP), "qk" (a query-key dimension) or "channel" (of convolutions)
+    kind: str  # "neuron" (MLP), "qk" (a query-key dimension), "channel" (of convolutions); "head" where a pruner asks
     block: str  # where it is made
     count: int
     groups: int  # heads; units are numbered head by head

@@ -28,7 +28,8 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lan
 Mode = Literal["center", "squash"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MOST_UNREADABLE = 0.05  # of the images; more stops the run
-MEMORY_SHARE = 0.25  # of the free memory that decoded pixels may take before they go to a scratch file
+MEMORY_SHARE = 0.25  # of the free memory that one thing may take before it goes to a scratch file
+RESERVE = 2**29  # bytes that stay free for all else, however many such things there are
 
 
 @dataclass(frozen=True)
@@ -323,8 +324,8 @@ def _check_unreadable(files: list[Path], unreadable: set[int]) -> None:
 
 def room(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
     """Room for much: memory, or a scratch file that vanishes with the process where memory is short."""
-    size = int(np.prod(shape))
-    if size * dtype.itemsize <= MEMORY_SHARE * free_memory():
+    size, free = int(np.prod(shape)), free_memory()
+    if size * dtype.itemsize <= min(MEMORY_SHARE * free, free - RESERVE):
         return torch.empty(shape, dtype=dtype)
     with tempfile.NamedTemporaryFile(prefix="starfish-") as scratch:
         return torch.from_file(scratch.name, shared=True, size=size, dtype=dtype).view(shape)

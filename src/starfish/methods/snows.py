@@ -33,7 +33,12 @@ PRODUCTS, TARGETS = ("gauss_newton", "hessian", "blockdiag"), ("dense", "same")
 
 @dataclass(frozen=True)
 class Snows(Method):
-    """Newton steps, layer by layer, so that the operations after each put out what the dense model's do (SNOWS)."""
+    """Newton steps, layer by layer, so that the operations after each put out what the dense model's do (SNOWS).
+
+    Set for a processor: the authors look 20 to 40 operations ahead in a CNN, take up to 500 products a step on batches of
+    512 and more, and three passes. Targets are of the dense prefix (theirs are `same`), and the last batch, which judges
+    the steps, takes one of its own.
+    """
 
     look_ahead: int = 0  # operations matched, the layer's own counted: K + 1; 0: 8, or 4 with attention
     passes: int = 1  # over the images, for each layer
@@ -44,7 +49,7 @@ class Snows(Method):
     cg_tolerance: float = 1e-3  # residual over gradient at which they are enough
     damp: float = 1e-4  # added to the diagonal
     targets: Literal["dense", "same"] = "dense"  # same, as released: the dense block on what enters the pruned one
-    warm_start: bool = False  # first fit the layer's own output to the dense model's; not for depthwise filters
+    warm_start: bool = False  # first fit the layer's own output, by the same steps; not for depthwise filters
 
     def masked(self) -> bool:
         return True

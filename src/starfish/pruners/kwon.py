@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from starfish.activations import logits
+from starfish.anatomy.heads import heads_of
 from starfish.core import Anatomy, Images, Long, Masks, Pruner, Unit
 from starfish.data import Some
 from starfish.devices import to_device
 from starfish.errors import UserError, listed
 from starfish.gradients import loss_sum
-from starfish.methods.kwon import heads_of
 from starfish.pruners.budget import ROUNDING, Bill, flops_of
 from starfish.pruners.select import check_sparsity
 from starfish.pruners.units import masks_of
