@@ -485,3 +485,27 @@ def test_a_comparison_that_is_told_to_stop(
     found = [answer(capsys, *words[3:], "-o", folder, *more) for folder, more in (("c", ["--resume"]), ("whole", []))]
     figures = [[(row["accuracy"], row["fidelity"]) for row in each["rows"]] for each in found]
     assert figures[0] == figures[1]
+
+
+def test_a_heal_that_is_refused_leaves_no_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that the command, corrected, can have the folder: a wrong order, one method twice, a recipe in vain."""
+    pruned(capsys)
+    words = [*HEAL, "--masks", "masks.safetensors", "-o", "run"]
+    for more, complaint in (
+        (["--method", "starfish,least_squares"], "put it first"),
+        (["--method", "kl,kl"], "has the method `kl` twice"),
+        (["--method", "snows", "--recipe", "paper"], "the recipe `paper` has no setting of `snows`"),
+    ):
+        assert starfish(*words, *more) == 2
+        assert complaint in capsys.readouterr().err
+        assert not (here / "run").exists()
+
+
+def test_what_is_measured_on_its_own_images_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same pictures for both are not held out, whoever loads them; and a run goes on with its own ones only."""
+    pruned(capsys)
+    words = [*HEAL, "--masks", "masks.safetensors", *QUICK]
+    assert not answer(capsys, *words, "-o", "run", "--eval", "photos")["evaluation"]["held_out"]
+    assert answer(capsys, *words, "-o", "other", "--eval", "labelled")["evaluation"]["held_out"]
+    assert starfish(*words, "-o", "other", "--eval", "photos", "--resume") == 2
+    assert "`digests.evaluation` was" in capsys.readouterr().err

@@ -17,11 +17,11 @@ from torch.func import functional_call
 import starfish
 from cases import CLASSES, IMAGES, LABELS, tiny_cnn, tiny_vit
 from starfish.anatomy import find
+from starfish.anatomy.heads import heads_of
 from starfish.core import Anatomy, Masks, Unit, finish
 from starfish.data import Preprocess, StoredImages
 from starfish.errors import UserError
 from starfish.masks import apply_
-from starfish.anatomy.heads import heads_of
 from starfish.pruners import kwon
 from starfish.pruners.kwon import ByKwon, costs_of, mask_gradients, rearranged, search, spent
 from starfish.small import cut_of, smaller

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import pytest
@@ -11,7 +11,7 @@ from starfish.data import Preprocess
 from starfish.errors import UserError
 from starfish.methods import METHODS
 from starfish.pruners import PRUNERS
-from starfish.settings import settle
+from starfish.settings import check, settle
 
 
 @dataclass(frozen=True)
@@ -126,3 +126,22 @@ def test_every_setting_there_is_can_be_set_to_its_default(stage: Any) -> None:
 def test_preprocessing_that_makes_no_sense_is_refused(assignment: str) -> None:
     with pytest.raises(UserError):
         settle({"preprocess": Preprocess()}, [assignment])
+
+
+@pytest.mark.parametrize(
+    ("stage", "complaint"),
+    [
+        (replace(METHODS["chita"], algorithm="iht"), "`algorithm` is `iht`"),
+        (replace(METHODS["least_squares"], inputs="blok"), "`inputs` is `blok`"),
+        (replace(METHODS["sparsegpt"], block=0), "`block` is 0"),
+        (replace(PRUNERS["magnitude"], per="globl"), "`per` is `globl`"),
+        (replace(PRUNERS["wanda"], images=-1), "`images` is -1"),
+    ],
+)
+def test_values_that_a_setting_cannot_have_are_refused(stage: Any, complaint: str) -> None:
+    """From Python too, where nothing was parsed; what is right passes."""
+    with pytest.raises(UserError, match=complaint) as error:
+        check(stage)
+    assert error.value.hint
+    for known in (*METHODS.values(), *PRUNERS.values()):
+        check(known)

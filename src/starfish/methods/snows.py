@@ -35,9 +35,9 @@ PRODUCTS, TARGETS = ("gauss_newton", "hessian", "blockdiag"), ("dense", "same")
 class Snows(Method):
     """Newton steps, layer by layer, so that the operations after each put out what the dense model's do (SNOWS).
 
-    Set for a processor: the authors look 20 to 40 operations ahead in a CNN, take up to 500 products a step on batches of
-    512 and more, and three passes. Targets are of the dense prefix (theirs are `same`), and the last batch, which judges
-    the steps, takes one of its own.
+    Set for a processor: the authors look 20 to 40 operations ahead in a CNN, take up to 500 products a step, batches
+    of 512 and more, and three passes. Targets are of the dense prefix (theirs are `same`), and the last batch, which
+    judges the steps, takes one of its own.
     """
 
     look_ahead: int = 0  # operations matched, the layer's own counted: K + 1; 0: 8, or 4 with attention
