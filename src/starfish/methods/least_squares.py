@@ -101,17 +101,20 @@ def _solve_(job: Job, gram: Gram, solver: Solver, damp: float) -> Tensor:
     dense_GOI = as_matrix(job.dense.get_parameter(gram.name), groups)
     kept_GOI = as_matrix(job.masks[gram.name], groups)
     own_GII = gram.take("own")
+    read_GI = own_GII.diagonal(dim1=1, dim2=2).clone()
     cross_GII, energy_GO = (gram.take(which) if which in gram.sums else None for which in ("cross", "energy"))
-    H_GII, heard_GI = damped(own_GII, damp), own_GII.diagonal(dim1=1, dim2=2)[:, None] > 0
+    H_GII = damped(own_GII, damp)
+    del own_GII  # as large as H
+    ridge_GI = H_GII.diagonal(dim1=1, dim2=2) - read_GI
     solve = solver(H_GII)
-    new_GOI, total = torch.zeros_like(dense_GOI), own_GII.new_zeros(3)
+    new_GOI, total = torch.zeros_like(dense_GOI), H_GII.new_zeros(3)
     for rows in (slice(start, start + ROWS) for start in range(0, dense_GOI.shape[1], ROWS)):
         mask_GOI = kept_GOI[:, rows].to(H_GII.device)
-        W_GOI = dense_GOI[:, rows].to(H_GII) * heard_GI  # what was never read counts for nothing
+        W_GOI = dense_GOI[:, rows].to(H_GII) * (read_GI[:, None] > 0)  # what was never read counts for nothing
         B_GOI = W_GOI @ H_GII
         constant_GO = (B_GOI * W_GOI).sum(-1)
         if cross_GII is not None and energy_GO is not None:  # the damping draws towards the dense weights
-            ridge_GOI = B_GOI - W_GOI @ own_GII
+            ridge_GOI = W_GOI * ridge_GI[:, None]
             constant_GO = energy_GO[:, rows] + (ridge_GOI * W_GOI).sum(-1)
             W_GOI = dense_GOI[:, rows].to(H_GII)
             B_GOI = W_GOI @ cross_GII.mT + ridge_GOI

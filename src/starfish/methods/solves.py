@@ -24,22 +24,22 @@ TOLERANCE, STEPS = 1e-9, 5000  # of conjugate gradients: least relative residual
 
 def damped(H_GII: Tensor, damp: float) -> Tensor:
     """H + damp · mean(diag H), more where that is not positive definite; inputs that are always zero get a 1."""
-    H_GII = (H_GII + H_GII.mT) / 2
+    H_GII = (H_GII + H_GII.mT).div_(2)
     diagonal_GI = H_GII.diagonal(dim1=-2, dim2=-1)
-    ridge_G = damp * diagonal_GI.mean(-1)
-    least_G = 1e-12 * diagonal_GI.mean(-1)
+    mean_G = diagonal_GI.mean(-1)
     diagonal_GI += (diagonal_GI == 0).to(H_GII)
-    for _ in range(RETRIES + 1):
-        found = H_GII.clone()
-        found.diagonal(dim1=-2, dim2=-1).add_(ridge_G[..., None])
-        failed_G = torch.linalg.cholesky_ex(found).info > 0
+    ridge_G = damp * mean_G
+    diagonal_GI += ridge_G[..., None]
+    for _ in range(RETRIES):
+        failed_G = torch.linalg.cholesky_ex(H_GII).info > 0
         if not bool(failed_G.any()):
-            return found
-        ridge_G = torch.where(failed_G, 10 * torch.maximum(ridge_G, least_G), ridge_G)
+            return H_GII
+        more_G = torch.where(failed_G, torch.maximum(9 * ridge_G, 1e-12 * mean_G), 0.0)
+        ridge_G = ridge_G + more_G
+        diagonal_GI += more_G[..., None]  # a view: no second matrix, for they are large
     values, vectors = torch.linalg.eigh(H_GII)
-    floored_GI = torch.maximum(values, EIGENVALUE_FLOOR * values[..., -1:])
-    nearest: Tensor = (vectors * floored_GI[..., None, :]) @ vectors.mT
-    return torch.where(failed_G[..., None, None], nearest, found)
+    nearest: Tensor = (vectors * torch.maximum(values, EIGENVALUE_FLOOR * values[..., -1:])[..., None, :]) @ vectors.mT
+    return nearest
 
 
 def errors(W_GOI: Tensor, H_GII: Tensor, B_GOI: Tensor, constant_GO: Tensor) -> Tensor:
