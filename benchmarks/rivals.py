@@ -34,6 +34,8 @@ QUESTIONS: dict[str, tuple[list[str], list[str], list[str], list[str], list[str]
     "deit-0.7": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.7"], IMAGENET,
         ["least_squares", "sparsegpt", "starfish", "mse", "kl", "snows", "least_squares/starfish"],
         sets("snows.images=256")),  # with 512 it takes twice as long as all the others
+    "deit-0.7-layer": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.7"], IMAGENET, ["least_squares", "sparsegpt"],
+        sets("least_squares.inputs=layer")),
 }  # fmt: skip
 
 

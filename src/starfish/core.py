@@ -124,6 +124,11 @@ class Anatomy:
     shifts: dict[str, tuple[str, int]] = field(default_factory=dict)  # weight → (tensor that can take up a constant
     # added to its output, sign): its bias, +1, or the running mean of the BatchNorm that follows, −1
 
+    @property
+    def attends(self) -> bool:
+        """Has it attentions?"""
+        return bool({"qkv", "q", "out"} & set(self.roles.values()))
+
 
 @dataclass(frozen=True)
 class Job:

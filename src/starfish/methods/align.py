@@ -72,7 +72,7 @@ class Starfish(Method):
 
     def settle(self, job: Job) -> Starfish:
         self._check()
-        attention = any(role in {"qkv", "q", "out"} for role in job.anatomy.roles.values())
+        attention = job.anatomy.attends
         norms = batchnorms(job.model)
         weights = [job.model.get_parameter(name) for name in job.masks]
         bn = ("freeze" if not norms or are_folded(norms) else DEFAULT_BATCHNORM) if self.bn == "auto" else self.bn

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +28,22 @@ TINY = 1e-300
 class LeastSquares(FromDense):
     """Give each layer's surviving weights the least squared error of what it puts out (OBS, all weights at once)."""
 
-    inputs: Inputs = "layer"  # what layers read: as in the dense model, or behind the blocks, or layers, healed before
+    inputs: Literal["auto", "dense", "block", "layer"] = (
+        "auto"  # what layers read: as in the dense model, or behind the
+    )
+    # blocks, or layers, healed before; auto: dense with attention, else layer
     damp: float = 0.01  # of the mean diagonal of the Gram matrix
     images: int = 512  # of which statistics are taken, spread over all there are; 0: all
     memory_gb: float = 1.0  # of Gram matrices at a time, with inputs=dense; what needs more takes another pass
 
+    def settle(self, job: Job) -> LeastSquares:
+        """Behind others a layer is fitted to what it did before them. In a convolutional network that is much the best,
+        in a vision transformer it ended below the mask alone (benchmarks/rivals.py, deit-0.7-layer)."""
+        best: Inputs = "dense" if job.anatomy.attends else "layer"
+        return replace(self, inputs=best if self.inputs == "auto" else self.inputs)
+
     def fit(self, job: Job) -> Iterator[Row]:
-        yield from _layer_by_layer(job, self, _restricted, cross=True)
+        yield from _layer_by_layer(job, self.settle(job), _restricted, cross=True)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,7 @@ class Snows(Method):
 
     def settle(self, job: Job) -> Snows:
         self._check()
-        attention = any(role in {"qkv", "q", "out"} for role in job.anatomy.roles.values())
-        return replace(self, look_ahead=self.look_ahead or (4 if attention else 8))
+        return replace(self, look_ahead=self.look_ahead or (4 if job.anatomy.attends else 8))
 
     def _check(self) -> None:
         for name, known in (("product", PRODUCTS), ("targets", TARGETS)):
