@@ -29,8 +29,9 @@ GLOBAL = [*sets("per=global"), "--scope", "conv_fc"]
 QUESTIONS: dict[str, tuple[list[str], list[str], list[str], list[str], list[str]]] = {
     **{f"resnet20-{share}": (RESNET, [*GLOBAL, "--sparsity", share], CIFAR, ALL, ["--pseudo-labels"])
        for share in ("0.6", "0.7", "0.8")},
-    "resnet20-0.8-stages": (RESNET, [*GLOBAL, "--sparsity", "0.8"], CIFAR,
-        ["chita", "chita/batchnorm", "chita/starfish"], ["--pseudo-labels", *sets("chita.stages=8")]),
+    "resnet20-0.8-variants": (RESNET, [*GLOBAL, "--sparsity", "0.8"], CIFAR,
+        ["least_squares", "chita", "chita/batchnorm"],
+        ["--pseudo-labels", *sets("chita.stages=8", "least_squares.inputs=dense")]),
     "deit-0.7": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.7"], IMAGENET,
         ["least_squares", "sparsegpt", "starfish", "mse", "kl", "snows", "least_squares/starfish"],
         sets("snows.images=256")),  # with 512 it takes twice as long as all the others

@@ -1,6 +1,6 @@
 """How much memory do the layer-wise methods take on a layer 5,120 wide?
 
-    python benchmarks/wide.py        prints and writes benchmarks/results/wide.json; about ten minutes
+    python benchmarks/wide.py        prints and writes benchmarks/results/wide.json; some minutes
 
 Two MLPs of 256 → 5,120 → 256 on random tokens, 0.7 of their weights gone, one method a process, so that a peak is its
 own. What the process holds before the method begins (libraries, model, images) is `base_mb`.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "wide.json"
 WIDTH, INPUTS, TOKENS, IMAGES = 5120, 256, 197, 48
-METHODS = ("least_squares", "sparsegpt", "kwon")
+METHODS = ("least_squares", "sparsegpt")
 
 
 def measured(name: str) -> dict[str, float]:
