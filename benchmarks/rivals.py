@@ -33,7 +33,7 @@ QUESTIONS: dict[str, tuple[list[str], list[str], list[str], list[str], list[str]
         ["least_squares", "chita", "chita/batchnorm"],
         ["--pseudo-labels", *sets("chita.stages=8", "least_squares.inputs=dense")]),
     "deit-0.7": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.7"], IMAGENET,
-        ["least_squares", "sparsegpt", "starfish", "mse", "kl", "snows", "least_squares/starfish"],
+        ["least_squares", "sparsegpt", "starfish", "mse", "kl", "snows"],
         sets("snows.images=256")),  # with 512 it takes twice as long as all the others
     "deit-0.7-layer": (DEIT, ["--scope", "qkv+out+mlp", "--sparsity", "0.7"], IMAGENET, ["least_squares", "sparsegpt"],
         sets("least_squares.inputs=layer")),
