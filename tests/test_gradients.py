@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from copy import deepcopy
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cases import IMAGES, LABELS, MODELS
+from cases import IMAGES, LABELS, MODELS, tiny_vit
 from starfish import gradients as module
 from starfish.cache import Cache
-from starfish.core import Row
+from starfish.core import Row, finish
 from starfish.data import Preprocess, StoredImages
 from starfish.errors import UserError
 from starfish.gradients import collecting, settled
@@ -127,3 +128,15 @@ def test_weight_that_the_logits_do_not_depend_on_has_none() -> None:
     found, _ = collected(Idle(), ["used.weight", "idle.weight"])
     assert not found["idle.weight"].any()
     assert found["used.weight"].any()
+
+
+def test_kept_gradients_count_with_the_seconds_they_took_once(tmp_path: Path) -> None:
+    """Shared out among the files, however many parameters there are, so that the next method is charged just those."""
+    model, names = tiny_vit(), ["blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight", "head.weight"]
+    pictures = StoredImages(IMAGES, Preprocess(), LABELS)
+    start = time.monotonic()
+    finish(collecting(model, names, pictures, gradients=12, batch=1, cache=Cache(tmp_path, owner="first")))
+    spent = time.monotonic() - start
+    second = Cache(tmp_path, owner="second")
+    finish(collecting(model, names, pictures, gradients=12, batch=1, cache=second))
+    assert 0 < second.shared <= spent

@@ -39,11 +39,11 @@ class Cache:
         common = f"{VERSION} {type(model).__name__} {digest(model)} {self._seen[1]} {device}"
         return [hashlib.sha256(f"{common} {fact}".encode()).hexdigest()[:40] for fact in facts]
 
-    def has(self, key: str) -> bool:
-        """Is something kept under this key? Where not, the clock starts: it is about to be found out."""
-        if self._path(key).is_file():
+    def has(self, keys: Sequence[str]) -> bool:
+        """Is something kept under all of these? Where not, the clock starts: all are about to be found out."""
+        if all(self._path(key).is_file() for key in keys):
             return True
-        self._clock, self._missed = time.monotonic(), 1
+        self._clock, self._missed = time.monotonic(), len(keys)
         return False
 
     def read(self, key: str) -> dict[str, Tensor] | None:

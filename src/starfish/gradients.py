@@ -46,7 +46,7 @@ def collecting(
     if cache and 4 * gradients * sum(model.get_parameter(name).numel() for name in names) > MOST_KEPT:
         cache = None
     keys = cache.keys(model, images, facts) if cache else [""] * len(names)
-    if cache and all(cache.has(key) for key in keys):
+    if cache and cache.has(keys):
         found = {name: cache.read(key) for name, key in zip(names, keys, strict=True)}
         if all(found.values()):
             return {name: tensors["gradients"] for name, tensors in found.items() if tensors}
