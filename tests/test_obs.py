@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import starfish
 from cases import IMAGES, tiny_cnn, tiny_vit
@@ -18,17 +18,9 @@ from starfish.grams import Sweep, as_matrix
 from starfish.methods.solves import damped, errors, restricted
 from starfish.pruners.magnitude import Magnitude
 from starfish.pruners.obs import ByObs, BySparseGPT, _cheapest_first, group_starts
+from test_least_squares import Separable
 
 PRUNERS = [BySparseGPT, ByObs]
-
-
-class Separable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.deep, self.point = nn.Conv2d(3, 3, 3, padding=1, groups=3), nn.Conv2d(3, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.point(torch.relu(self.deep(x)))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("pruner", PRUNERS)
