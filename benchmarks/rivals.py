@@ -61,6 +61,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", choices=[[], *QUESTIONS])
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--work", type=Path, default=HERE / "work")
+    parser.add_argument("--work", type=Path, default=HERE / "runs")
     given = parser.parse_args()
     main(given.names, given.seeds, given.work)

@@ -62,8 +62,6 @@ def prune(
     given = [f"{pruner}.{name}={value}" for name, value in named.items() if value is not None]
     loaded, stages = load_model(model, checkpoint, allow_pickle, device, {pruner: chosen}, [*given, *(sets or [])])
     chosen = stages[pruner]
-    if "images" in chosen.needs() and images is None:
-        raise UserError(f"the pruner `{pruner}` looks at data", "give it some with --images")
     pictures = load_pictures(images, stages["preprocess"], loaded, limit=limit, seed=seed) if images else None
     labels = None
     if pictures is not None:
